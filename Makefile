@@ -1,0 +1,143 @@
+# `make` alone lists the targets. Each does its own set-up: a .venv with pinned requirements, the package, its native part.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+# Quiet where nobody watches; a progress bar where somebody does (the first set-up downloads gigabytes).
+PIP := $(PY) -m pip --disable-pip-version-check install $(if $(CI),-qq --progress-bar off)
+# More arguments for the command behind a target: make test ARGS="-k ring -x"
+ARGS ?=
+
+NATIVE := $(sort $(wildcard native/*.h native/*.cpp))
+SANITIZED := $(sort $(wildcard native/tests/*.cpp))
+CXX_FILES = $(NATIVE) $(SANITIZED)
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo '  More arguments for the command behind a target: ARGS="..."'
+
+.PHONY: demo
+demo: setup ## Two SGLang workers on the CPU and a GRPO trainer: it learns, and shows it (at most 6 minutes)
+	@$(VENV)/bin/mprollout demo $(ARGS)
+
+.PHONY: demo-controls
+demo-controls: setup ## The demo's controls, which must not learn: shuffled rewards, updates switched off
+	@$(VENV)/bin/mprollout demo-controls $(ARGS)
+
+.PHONY: test
+test: setup ## Everything but what needs a GPU or hours; real SGLang included
+	$(PY) -m pytest -m "not gpu and not long" $(ARGS)
+
+.PHONY: test-fast
+test-fast: setup ## The tests that start no SGLang (under 2 minutes)
+	$(PY) -m pytest -m "not slow and not gpu and not long" $(ARGS)
+
+.PHONY: lint
+lint: $(STAMPS)/requirements ## ruff (rules and format) and clang-format, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(if $(CXX_FILES),$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES))
+
+.PHONY: format
+format: $(STAMPS)/requirements ## Rewrite the files as `make lint` wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(if $(CXX_FILES),$(VENV)/bin/clang-format -i $(CXX_FILES))
+
+.PHONY: types
+types: setup ## mypy strict, and the stub of the native part against the native part
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest mprollout._native --mypy-config-file setup.cfg
+
+# ---- sanitizers: each native/tests/*.cpp is a program of its own
+
+SAN_CXX := g++ -std=c++20 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Inative -pthread
+SAN_THREAD := $(SANITIZED:native/tests/%.cpp=build/sanitize/%.tsan)
+SAN_ADDRESS := $(SANITIZED:native/tests/%.cpp=build/sanitize/%.asan)
+# gcc 12's TSan cannot place its shadow under the address randomisation of new kernels.
+NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+build/sanitize/%.tsan: native/tests/%.cpp $(NATIVE)
+	@mkdir -p $(@D)
+	$(SAN_CXX) -fsanitize=thread $< -o $@
+build/sanitize/%.asan: native/tests/%.cpp $(NATIVE)
+	@mkdir -p $(@D)
+	$(SAN_CXX) -fsanitize=address,undefined -fno-sanitize-recover=all $< -o $@
+
+.PHONY: sanitize
+sanitize: $(SAN_THREAD) $(SAN_ADDRESS) ## native/tests under ThreadSanitizer, then under Address- and UndefinedBehaviorSanitizer
+	@test -n "$(SANITIZED)" || { echo "make sanitize: native/tests holds no program"; exit 1; }
+	@for program in $(SAN_THREAD) $(SAN_ADDRESS); do \
+	    echo "== $$program"; \
+	    TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) ./$$program; \
+	done; echo "sanitize: $(words $(SAN_THREAD) $(SAN_ADDRESS)) programs passed"
+
+.PHONY: bench
+bench: setup ## Benchmarks (pytest-benchmark) in bench/, results also in build/bench.json
+	@mkdir -p build
+	$(PY) -m pytest bench --benchmark-only --benchmark-json=build/bench.json --timeout=1800 $(ARGS)
+
+.PHONY: clean
+clean: ## Remove what was built and cached; the .venv stays
+	rm -rf build dist *.egg-info mprollout/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -f $(STAMPS)/package
+	find mprollout tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+.PHONY: distclean
+distclean: clean ## clean, and remove the .venv
+	rm -rf $(VENV)
+
+# ---- set-up, by stamps: a step runs again when what it read has changed
+
+.PHONY: setup
+setup: $(STAMPS)/package ## Only the set-up: .venv, requirements, native build
+
+# A tree that was moved or copied needs a new .venv: its scripts name the old place.
+ifneq ($(shell cat $(STAMPS)/venv 2>/dev/null),$(CURDIR))
+$(STAMPS)/venv: FORCE
+endif
+.PHONY: FORCE
+FORCE:
+
+$(STAMPS)/venv:
+	@python=; for name in $(PYTHON) python3.11 python3; do \
+	    if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "mprollout needs Python 3.11 or newer; neither python3.11 nor python3 is that (python3: $$(python3 --version 2>&1 || true))."; \
+	    echo "On Debian 12: apt install python3 python3-venv python3-dev; or name one: make PYTHON=/path/to/python3.11"; exit 1; \
+	fi; \
+	version=$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "$$python cannot make a virtual environment. On Debian: apt install python$$version-venv"; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'; then \
+	    echo "$$python has no C headers (Python.h), which the native part needs. On Debian: apt install python$$version-dev"; exit 1; \
+	fi; \
+	if ! command -v g++ >/dev/null; then \
+	    echo "g++ is missing, which the native part needs. On Debian: apt install g++"; exit 1; \
+	fi; \
+	if $(PY) -c '' 2>/dev/null && grep -qF "$(CURDIR)/$(VENV)" $(VENV)/bin/activate; then :; else \
+	    echo "make: a new $(VENV) with $$("$$python" --version)"; "$$python" -m venv --clear $(VENV); \
+	fi
+	@mkdir -p $(STAMPS)
+	@echo "$(CURDIR)" > $@
+
+$(STAMPS)/requirements: $(STAMPS)/venv $(wildcard requirements/*.txt)
+	@echo "make: installing the pinned requirements (2.6 GB on disk, some minutes, once)"
+	@$(PIP) --constraint requirements/dev.txt pip
+	@$(PIP) --requirement requirements/cpu.txt --requirement requirements/dev.txt
+	@$(PIP) --no-deps --requirement requirements/cpu-nodeps.txt
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/requirements $(wildcard setup.py setup.cfg pyproject.toml) $(NATIVE)
+	@echo "make: building the native part"
+	@$(PIP) --no-build-isolation --no-deps --editable . > $(STAMPS)/package.log 2>&1 || { cat $(STAMPS)/package.log; exit 1; }
+	@touch $@

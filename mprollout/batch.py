@@ -1,0 +1,296 @@
+"""`Batch`, `Group`, `Sample`: what the trainer gets. Views into the ring, packed and padded forms on demand.
+
+    ring extent --Lease.field--> numpy views (Group) --slices--> Sample          no copy
+                                                   \\--packed() / padded()       one copy, whole batch
+
+States: leased (from `get` until `release`), released. The memory goes back when `release()` was called *and* the last view
+is dead; `Lease` (native) guarantees that a view never changes under its reader. `with engine.get(n) as batch:` releases at the end.
+
+The schema below is the payload of the ring; its order is the order of the native fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mprollout.errors import BatchReleased
+from mprollout.generator import FINISH_REASONS, VersionSpan
+
+if TYPE_CHECKING:
+    import torch
+
+    from mprollout._native import Lease
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One array of a group. `per` says what its first axis counts."""
+
+    name: str
+    dtype: str
+    per: Literal["group", "prompt_token", "sample", "token", "span"]
+
+
+SCHEMA: tuple[Field, ...] = (
+    Field("meta", "<i8", "group"),  # [row, policy_version at claim, claimed_ns, published_ns] (CLOCK_MONOTONIC)
+    Field("prompt_ids", "<i4", "prompt_token"),
+    Field("lengths", "<i4", "sample"),
+    Field("rewards", "<f4", "sample"),
+    Field("finish_reasons", "|u1", "sample"),  # index into FINISH_REASONS
+    Field("span_counts", "<i4", "sample"),
+    Field("token_ids", "<i4", "token"),
+    Field("logprobs", "<f4", "token"),
+    Field("loss_mask", "|u1", "token"),
+    Field("span_versions", "<i8", "span"),
+    Field("span_ends", "<i4", "span"),  # a span starts where the last one of its sample ended
+)
+_INDEX = {field.name: i for i, field in enumerate(SCHEMA)}
+
+
+class LeaseWarning(ResourceWarning):
+    """Views of a released batch are still alive: their memory stays in the ring until they die."""
+
+
+class Sample(NamedTuple):
+    """One completion. Arrays are read-only views into the ring."""
+
+    token_ids: npt.NDArray[np.int32]  # int32 [num_tokens]
+    logprobs: npt.NDArray[np.float32]  # float32 [num_tokens], natural log, of the distribution sampled from
+    loss_mask: npt.NDArray[np.uint8]  # uint8 [num_tokens], 1 = trained on
+    reward: float
+    finish_reason: str
+    versions: list[VersionSpan]
+
+
+class Group:
+    """The samples of one ticket. Sequence of `Sample`; arrays over all samples are views, concatenated in sample order."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self.ticket: int = lease.ticket
+        self.worker: int = lease.worker
+        self.attempt: int = lease.attempt
+        self.lag: int = 0
+        """Completed updates at take minus those when its oldest token was sampled; set by the engine at `get`."""
+        self._released = False
+
+    def field(self, name: str) -> npt.NDArray[Any]:
+        """Read-only view of one schema field, 1-D. No copy.
+
+        Raises:
+            BatchReleased: the group's memory was given back.
+            KeyError: no such field; see `SCHEMA`.
+        """
+        if self._released:
+            raise BatchReleased(f"group of ticket {self.ticket}: released; views must be taken before release() or copied")
+        index = _INDEX[name]
+        return self._lease.field(index, SCHEMA[index].dtype)
+
+    @property
+    def row(self) -> int:
+        """Number of the data row, from 0."""
+        return int(self.field("meta")[0])
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [num_prompt_tokens], view."""
+        return self.field("prompt_ids")
+
+    @property
+    def rewards(self) -> npt.NDArray[np.float32]:
+        """float32 [num_samples], view."""
+        return self.field("rewards")
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Completion lengths in tokens, int32 [num_samples], view."""
+        return self.field("lengths")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """One `Sample` a completion; arrays are slices of the views."""
+        lengths, spans = self.lengths.tolist(), self.field("span_counts").tolist()
+        ids, logprobs, mask = self.field("token_ids"), self.field("logprobs"), self.field("loss_mask")
+        rewards, reasons = self.rewards.tolist(), self.field("finish_reasons").tolist()
+        versions, ends = self.field("span_versions").tolist(), self.field("span_ends").tolist()
+        out, at, span_at = [], 0, 0
+        for i, (n, k) in enumerate(zip(lengths, spans, strict=True)):
+            window = slice(at, at + n)
+            starts = [0, *ends[span_at : span_at + k]]
+            own = [VersionSpan(versions[span_at + j], starts[j], ends[span_at + j]) for j in range(k)]
+            out.append(Sample(ids[window], logprobs[window], mask[window], rewards[i], FINISH_REASONS[reasons[i]], own))
+            at, span_at = at + n, span_at + k
+        return out
+
+    @property
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """The policy version of every completion token, int64 [num_tokens]. A copy (the ring keeps runs)."""
+        ends, counts = self.field("span_ends").astype(np.int64), self.field("span_counts")
+        first = np.zeros(len(ends), dtype=bool)
+        first[(np.cumsum(counts) - counts)[counts > 0]] = True
+        return np.repeat(self.field("span_versions"), ends - np.where(first, 0, np.concatenate(([0], ends[:-1]))[: len(ends)]))
+
+    def _release(self) -> int:
+        self._released = True
+        return self._lease.release()
+
+
+class Packed(NamedTuple):
+    """All samples of a batch one after another, prompt then completion, without padding. Arrays own their memory."""
+
+    token_ids: npt.NDArray[np.int32]  # int32 [total_tokens]
+    logprobs: npt.NDArray[np.float32]  # float32 [total_tokens]; 0 on prompt tokens
+    loss_mask: npt.NDArray[np.uint8]  # uint8 [total_tokens]; 0 on prompt tokens
+    versions: npt.NDArray[np.int64]  # int64 [total_tokens]; -1 on prompt tokens
+    cu_seqlens: npt.NDArray[np.int32]  # int32 [num_samples + 1]
+    prompt_lengths: npt.NDArray[np.int32]  # int32 [num_samples]
+    rewards: npt.NDArray[np.float32]  # float32 [num_samples]
+    group_index: npt.NDArray[np.int32]  # int32 [num_samples]; which group of the batch
+
+    def torch(self) -> dict[str, torch.Tensor]:
+        """The same arrays as torch tensors that share their memory."""
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self._asdict().items()}
+
+
+class Padded(NamedTuple):
+    """All samples of a batch as rows, padded on the right. Arrays own their memory."""
+
+    token_ids: npt.NDArray[np.int32]  # int32 [num_samples, longest]
+    logprobs: npt.NDArray[np.float32]  # float32 [num_samples, longest]
+    loss_mask: npt.NDArray[np.uint8]  # uint8 [num_samples, longest]
+    attention_mask: npt.NDArray[np.uint8]  # uint8 [num_samples, longest]; 0 on padding
+    versions: npt.NDArray[np.int64]  # int64 [num_samples, longest]; -1 on prompt and padding
+    rewards: npt.NDArray[np.float32]  # float32 [num_samples]
+    group_index: npt.NDArray[np.int32]  # int32 [num_samples]
+
+    def torch(self) -> dict[str, torch.Tensor]:
+        """The same arrays as torch tensors that share their memory."""
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self._asdict().items()}
+
+
+class Batch(Sequence[Group]):
+    """Exactly the n groups that `get(n)` was asked for, in order.
+
+    Example:
+        >>> with engine.get(8) as batch:            # doctest: +SKIP
+        ...     rows = batch.packed()               # one copy; valid after release
+        ...     mean = batch.rewards.mean()
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        self.released = False
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.groups[index]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    @property
+    def tickets(self) -> list[int]:
+        return [group.ticket for group in self.groups]
+
+    @property
+    def rewards(self) -> npt.NDArray[np.float32]:
+        """float32 [num_samples], a copy over all groups."""
+        return np.concatenate([group.rewards for group in self.groups])
+
+    def packed(self) -> Packed:
+        """Copy into the padding-free form, once."""
+        counts = np.array([len(group) for group in self.groups])
+        completion = np.concatenate([group.lengths for group in self.groups]).astype(np.int64)
+        prompt = np.repeat([len(group.prompt_ids) for group in self.groups], counts)
+        ends = np.cumsum(prompt + completion)
+        starts = ends - prompt - completion
+        total = int(ends[-1]) if len(ends) else 0
+        is_completion = np.ones(total, dtype=bool)
+        ids = np.empty(total, np.int32)
+        at = 0
+        for group, n in zip(self.groups, counts, strict=True):
+            prompt_ids = group.prompt_ids
+            for _ in range(n):
+                window = slice(starts[at], starts[at] + len(prompt_ids))
+                ids[window] = prompt_ids
+                is_completion[window] = False
+                at += 1
+            del prompt_ids
+        ids[is_completion] = np.concatenate([group.field("token_ids") for group in self.groups])
+        logprobs, mask = np.zeros(total, np.float32), np.zeros(total, np.uint8)
+        versions = np.full(total, -1, np.int64)
+        logprobs[is_completion] = np.concatenate([group.field("logprobs") for group in self.groups])
+        mask[is_completion] = np.concatenate([group.field("loss_mask") for group in self.groups])
+        versions[is_completion] = np.concatenate([group.token_versions for group in self.groups])
+        return Packed(
+            ids,
+            logprobs,
+            mask,
+            versions,
+            np.concatenate(([0], ends)).astype(np.int32),
+            prompt.astype(np.int32),
+            self.rewards,
+            np.repeat(np.arange(len(self.groups), dtype=np.int32), counts),
+        )
+
+    def padded(self, pad_token_id: int = 0) -> Padded:
+        """Copy into the padded form (right padding), once."""
+        packed = self.packed()
+        lengths = np.diff(packed.cu_seqlens)
+        attention = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]
+
+        def spread(values: npt.NDArray[Any], fill: int) -> npt.NDArray[Any]:
+            out = np.full(attention.shape, fill, dtype=values.dtype)
+            out[attention] = values
+            return out
+
+        return Padded(
+            spread(packed.token_ids, pad_token_id),
+            spread(packed.logprobs, 0),
+            spread(packed.loss_mask, 0),
+            attention.astype(np.uint8),
+            spread(packed.versions, -1),
+            packed.rewards,
+            packed.group_index,
+        )
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent. Where views are still alive, theirs stays until they die, and a `LeaseWarning` says so."""
+        if self.released:
+            return
+        self.released = True
+        alive = {group.ticket: n for group in self.groups if (n := group._release())}
+        if alive:
+            warnings.warn(
+                f"batch released while {sum(alive.values())} views of tickets {sorted(alive)[:8]} are alive; "
+                "their memory stays in the ring until they die (copy what you keep)",
+                LeaseWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+@functools.cache
+def schema_bytes() -> bytes:
+    """The schema as it stands in the segment (JSON): a reader needs no side channel."""
+    return msgspec.json.encode(SCHEMA)

@@ -1,0 +1,51 @@
+"""The command `mprollout`. Each subcommand is a dataclass whose docstrings are its `--help`.
+
+Exit codes: 0 done; 1 a control learned (demo-controls) or too few seeds doubled (demo-seeds); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import tyro
+
+from mprollout.demo.args import DemoArgs
+from mprollout.demo.controls import ControlArgs, SeedArgs
+from mprollout.errors import MprolloutError
+
+Command = (
+    Annotated[DemoArgs, tyro.conf.subcommand("demo")]
+    | Annotated[ControlArgs, tyro.conf.subcommand("demo-controls")]
+    | Annotated[SeedArgs, tyro.conf.subcommand("demo-seeds")]
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    try:
+        args = tyro.cli(Command, args=argv, prog="mprollout", description="Rollouts for RL post-training on one node.")
+        return run(args)
+    except MprolloutError as error:
+        print(f"mprollout: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(args: DemoArgs | ControlArgs | SeedArgs) -> int:
+    """Do what the arguments say."""
+    from mprollout.demo import controls
+    from mprollout.demo.run import run_demo
+
+    match args:
+        case DemoArgs():
+            return 130 if run_demo(args).interrupted else 0
+        case ControlArgs():
+            return 0 if controls.run_controls(args) else 1
+        case SeedArgs():
+            return 0 if controls.run_seeds(args) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

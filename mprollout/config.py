@@ -1,0 +1,305 @@
+"""Every setting, its unit, its check. The same tree is a TOML file: `EngineConfig.from_toml(path)`.
+
+Invariant: a config object that exists is valid on its own; what depends on the machine (memory, devices, the model's
+context length) is checked at start. `__post_init__` of each part guarantees the first, `ring.plan` and the worker's start the second.
+Unknown keys fail (msgspec's `forbid_unknown_fields`); a failed check names field, rule and value.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from mprollout.errors import BiasedLogprobs, ConfigError
+
+class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shared behaviour of every part: `_require` for rules."""
+
+    def _require(self, field: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"{type(self).__name__}.{field} must be {rule}; got {getattr(self, field)!r}")
+
+    def _require_int(self, field: str, least: int, optional: bool = False) -> None:
+        value = getattr(self, field)
+        if value is None and optional:
+            return
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        self._require(field, ok, f"an integer >= {least}" + (" or None" if optional else ""))
+
+    def _require_seconds(self, field: str, optional: bool = False) -> None:
+        value = getattr(self, field)
+        if value is None and optional:
+            return
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        self._require(field, ok, "a finite number of seconds > 0" + (" or None" if optional else ""))
+
+
+class SourceConfig(_Config, frozen=True, kw_only=True):
+    """Where prompts come from. Exactly one of `path`, `rows`, `reasoning_gym`.
+
+    A prompt is a string (rendered with the chat template as one user message when the model has one and `chat` allows),
+    a list of messages (`{"role": ..., "content": ...}`), or a list of token ids (used as they are).
+    """
+
+    path: str | None = None
+    """A .jsonl or .parquet file, one row a line."""
+    rows: Any = None
+    """A Python sequence of mappings, or a Hugging Face dataset object (anything with `__len__` and `__getitem__`)."""
+    reasoning_gym: str | None = None
+    """Name of a data set of the package reasoning-gym; its own scorer is the per-row scorer."""
+    reasoning_gym_args: dict[str, Any] = {}
+    """Arguments of that data set, `size` and `seed` among them."""
+    prompt_field: str = "prompt"
+    answer_field: str | None = "answer"
+    """Field handed to the reward as `answer`; None or absent in a row: the reward gets None."""
+    system_prompt: str | None = None
+    chat: bool | None = None
+    """Render strings with the chat template: True, False, or None (if the tokenizer has one)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    max_prompt_tokens: int | None = None
+    """Longest prompt; None: the model's context length minus `max_new_tokens`."""
+    over_long: Literal["filter", "refuse"] = "filter"
+    """A longer prompt is filtered (counted, replaced) or refused (a permanent fault naming the row)."""
+    epochs: int | None = None
+    """Passes over the rows; None: for ever."""
+    shuffle_seed: int | None = None
+    """Seed of the order inside each epoch; None: file order."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("path", "rows", "reasoning_gym") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"SourceConfig needs exactly one of path, rows, reasoning_gym; got {given or 'none'}")
+        self._require("prompt_field", bool(self.prompt_field), "a field name")
+        self._require_int("epochs", 1, optional=True)
+        self._require_int("max_prompt_tokens", 1, optional=True)
+
+
+class SGLangConfig(_Config, frozen=True, kw_only=True, tag_field="backend", tag="sglang"):
+    """An SGLang engine per worker."""
+
+    model: str
+    """A folder with a Hugging Face checkpoint, or a name that SGLang resolves."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dtype: str = "auto"
+    engine_args: dict[str, Any] = {}
+    """Passed to `sglang.Engine` as they are, over mprollout's own choices."""
+
+
+class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", tag="simulated"):
+    """A generator without a model: seeded lengths, speeds and tokens; versions and aborts as the real one."""
+
+    seed: int = 0
+    vocab_size: int = 1000
+    context_length: int = 32768
+    mean_tokens: float = 64.0
+    """Mean completion length (log-normal, cut at max_new_tokens)."""
+    sigma: float = 0.5
+    """Log-normal sigma of the length; 0: every completion has `mean_tokens`."""
+    tokens_per_s: float = 0.0
+    """Decoding speed of one sample; 0: as fast as the event loop turns."""
+    prefill_s: float = 0.0
+    update_s: float = 0.0
+    """Stall of a weight update."""
+    start_s: float = 0.0
+    """Time that a start takes."""
+    faults: dict[str, float] = {}
+    """Probability per sample of `exception`, `abort`, `swallow`, `die` (the worker's process is killed)."""
+    die_at_start: bool = False
+    """The worker's process ends itself with SIGKILL while starting (a test of restarts)."""
+
+    def __post_init__(self) -> None:
+        self._require("faults", set(self.faults) <= {"exception", "abort", "swallow", "die"}, "of exception, abort, swallow, die")
+
+
+class SamplingConfig(_Config, frozen=True, kw_only=True):
+    """How completions are sampled."""
+
+    group_size: int = 8
+    """Samples of one ticket."""
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """Added to the EOS ids of the model's generation config."""
+    ignore_eos: bool = False
+    allow_biased_logprobs: bool = False
+    """Accept sampling whose true logprobs the engine does not return (top-p, top-k, min-p, greedy)."""
+
+    @property
+    def biased(self) -> list[str]:
+        """The settings under which the engine's logprobs are not those of the distribution sampled from."""
+        return [
+            f"{name}={getattr(self, name)!r}"
+            for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
+            if getattr(self, name) != neutral
+        ] + (["temperature=0 (greedy)"] if self.temperature == 0 else [])
+
+    def __post_init__(self) -> None:
+        self._require_int("group_size", 1)
+        self._require_int("max_new_tokens", 1)
+        self._require("temperature", self.temperature >= 0, ">= 0")
+        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        if self.biased and not self.allow_biased_logprobs:
+            raise BiasedLogprobs(
+                f"SamplingConfig: {', '.join(self.biased)} makes the returned logprobs differ from the distribution "
+                "sampled from; set allow_biased_logprobs=True if you do not train on them"
+            )
+
+
+class RewardConfig(_Config, frozen=True):
+    """How samples are scored. `RewardConfig("math", timeout_s=10)`."""
+
+    function: Any
+    """`"math"`, `"exact"`, `"regex"`, `"row"` (the row's own scorer), `"module:function"`, or a function that a worker can import."""
+    per: Literal["sample", "group"] = "sample"
+    """What one call scores: one sample (returns a number) or all samples of a group (returns a list of numbers)."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the function with every call (`pattern` for `regex`)."""
+    timeout_s: float = 30.0
+    """Deadline of one call; a call that exceeds it is killed."""
+    workers: int = 1
+    """Processes of the reward pool, per worker."""
+    max_concurrency: int = 256
+    """Async rewards under way at once, per worker."""
+
+    def __post_init__(self) -> None:
+        self._require_seconds("timeout_s")
+        self._require_int("workers", 1)
+        self._require_int("max_concurrency", 1)
+
+
+class WorkerConfig(_Config, frozen=True, kw_only=True):
+    """The worker processes."""
+
+    devices: list[int | str | list[int]] = msgspec.field(default_factory=lambda: [0])
+    """One entry a worker: a GPU number, a list of GPU numbers (tensor parallel), or "cpu"."""
+    max_running_samples: int = 256
+    """Samples generating at once on one worker."""
+    start_timeout_s: float = 900.0
+    """Longest start of a worker, CUDA graph capture and JIT included."""
+    progress_timeout_s: float = 300.0
+    """A worker that runs samples and makes no progress for so long is killed and restarted."""
+    max_restarts: int = 3
+    """Restarts of one worker before it is given up."""
+    env: dict[str, str] = {}
+    """Environment variables added in the workers."""
+
+    def __post_init__(self) -> None:
+        self._require("devices", len(self.devices) >= 1 and len(self.devices) <= 64, "a list of 1 to 64 entries")
+        self._require_int("max_running_samples", 1)
+        self._require_seconds("start_timeout_s")
+        self._require_seconds("progress_timeout_s")
+        self._require_int("max_restarts", 0)
+
+
+class GateConfig(_Config, frozen=True, kw_only=True):
+    """How many tickets may be live."""
+
+    groups_per_update: int | None = None
+    """B: groups the trainer takes per weight update; needed by `max_lag`."""
+    max_lag: int | None = None
+    """K: most updates between sampling a group's oldest token and its take; groups then come in ticket order. None: no bound, publish order."""
+    max_live_groups: int | None = None
+    """Most live groups (admitted, not yet taken or ended). None: (K + 1) * B with `max_lag`, else twice what the workers can run."""
+
+    await_weights: bool = False
+    """Keep the gate closed until the first `update_weights`, which then is the baseline and counts as no update
+    (the trainer's weights are not those of the model on disk). A loaded state implies it."""
+
+    def __post_init__(self) -> None:
+        self._require_int("groups_per_update", 1, optional=True)
+        self._require_int("max_lag", 0, optional=True)
+        self._require_int("max_live_groups", 1, optional=True)
+        if self.max_lag is not None and self.groups_per_update is None:
+            raise ConfigError("GateConfig.max_lag needs groups_per_update (the bound counts groups in updates); got None")
+
+
+class FaultConfig(_Config, frozen=True, kw_only=True):
+    """What happens to a ticket whose attempt fails."""
+
+    max_attempts: int = 3
+    """Tries at a ticket before it ends FAILED."""
+    max_deaths_per_ticket: int = 10
+    """Worker deaths a ticket survives; its own, larger bound, so that storms do not burn innocent prompts."""
+    sample_timeout_s: float | None = None
+    """Deadline of one sample, generation and reward; exceeded, the sample is aborted and the attempt fails. Swallowed completions are noticed by it."""
+    retry_delay_s: float = 0.05
+    """Pause before the second attempt, doubled for each further one."""
+    on_sample_failure: Literal["retry", "shrink", "fail"] = "retry"
+    """One sample failed: retry the group, publish it without the sample (at least 2 must remain), or end it FAILED."""
+    max_consecutive_failures: int = 16
+    """So many tickets in a row ending FAILED with nothing published between them are a permanent fault."""
+
+    def __post_init__(self) -> None:
+        self._require_int("max_attempts", 1)
+        self._require("max_attempts", self.max_attempts <= 255, "<= 255")
+        self._require_int("max_deaths_per_ticket", 1)
+        self._require("max_deaths_per_ticket", self.max_deaths_per_ticket <= 254, "<= 254")
+        self._require_seconds("sample_timeout_s", optional=True)
+        self._require_int("max_consecutive_failures", 1)
+
+
+class WeightsConfig(_Config, frozen=True, kw_only=True):
+    """How new weights reach running workers."""
+
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """`retract`: running requests recompute their prefix under the new weights; `in_place`: they go on with old KV entries; `abort`: they end and are retried."""
+    timeout_s: float = 120.0
+    """Deadline of one update on one worker."""
+
+    def __post_init__(self) -> None:
+        self._require_seconds("timeout_s")
+
+
+class RingConfig(_Config, frozen=True, kw_only=True):
+    """Sizes of the shared memory, in bytes; None: computed by `ring.plan` so that n groups always fit."""
+
+    max_group_bytes: int | None = None
+    arena_bytes: int | None = None
+    """Per worker."""
+    max_prompt_bytes: int = 65536
+    """Longest encoded row (prompt, answer and all its fields)."""
+
+    def __post_init__(self) -> None:
+        for field in ("max_group_bytes", "arena_bytes"):
+            self._require_int(field, 4096, optional=True)
+        self._require_int("max_prompt_bytes", 256)
+
+
+class EngineConfig(_Config, frozen=True, kw_only=True):
+    """The whole configuration of a `RolloutEngine`."""
+
+    source: SourceConfig
+    generator: SGLangConfig | SimulatedConfig
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig
+    workers: WorkerConfig = WorkerConfig()
+    gate: GateConfig = GateConfig()
+    fault: FaultConfig = FaultConfig()
+    weights: WeightsConfig = WeightsConfig()
+    ring: RingConfig = RingConfig()
+    rollout: Any = None
+    """A rollout function (`"module:function"` or importable); None: the single turn."""
+    seed: int = 0
+    """Base of all sampling seeds; each worker, sample and attempt derives its own."""
+    run_dir: str | None = None
+    """Where logs go; None: a temporary folder that goes away."""
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> EngineConfig:
+        """Read a TOML file with one table a part.
+
+        Raises:
+            ConfigError: unreadable, unknown key, wrong type or broken rule; names the file and the key's path.
+        """
+        try:
+            return msgspec.toml.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError, ConfigError) as error:
+            raise ConfigError(f"{path}: {error}") from error

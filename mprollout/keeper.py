@@ -1,0 +1,524 @@
+"""The keeper: owns the memory and the processes; recovers what the dead left. One thread, one selector.
+
+    trainer --socket, pidfd--> keeper --socket, pidfd--> worker 0..W-1
+                               holds the memfd, is parent and subreaper of all workers
+
+    its loop  produces worker processes, re-issued tickets, news for the trainer / waits for sockets, pidfds and a 1 s tick / unblocked by the kernel
+
+Invariants: a worker is recovered only after its death is proven (its pidfd is readable and its process group has been killed); what is
+merely late is killed first (`_kill`), then decided. A worker claims only after Go, and Go is sent only when it has the newest weights.
+Nothing outlives this process: workers have PDEATHSIG on it, the memory has no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from mprollout import _native, messages
+from mprollout.config import FaultConfig, WorkerConfig
+from mprollout.ledger import Reason
+from mprollout.ring import WorkerWord
+
+TICK_S = 1.0
+STOP_GRACE_S = 2.0
+TEMP_PREFIX = "mprollout-"
+
+
+class KeeperRecord(msgspec.Struct, kw_only=True):
+    """What the keeper needs to start; pickled by the trainer, carried over inherited descriptors only."""
+
+    segment: dict[str, Any]
+    workers: WorkerConfig
+    fault: FaultConfig
+    worker_record: bytes
+    """Opaque to the keeper: handed to each worker (it may hold user code, which the keeper never loads)."""
+    log_dir: str | None
+
+
+class _Worker:
+    """One worker number, over all its incarnations."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = "lost"
+        self.restarts = 0
+        self.ever_ready = self.served = False
+        self.failed_starts = 0
+        self.pid = self.pidfd = -1
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channel: messages.Channel | None = None
+        self.failed: messages.WorkerFailed | None = None
+        self.kill_reason = ""
+        self.start_at = 0.0
+        """When to spawn again (state restarting), or when it was spawned (state starting); CLOCK_MONOTONIC, s."""
+        self.start_s = 0.0
+
+
+class _PendingUpdate(msgspec.Struct):
+    version: int
+    pause: str
+    fd: int
+    awaiting: set[int]
+    applied: set[int]
+    failures: list[messages.Applied]
+
+
+class Keeper:
+    """Made by `main` in its own process; `run` returns when everything has ended."""
+
+    def __init__(self, trainer: messages.Channel, trainer_pid: int) -> None:
+        self.trainer = trainer
+        self.trainer_pidfd = os.pidfd_open(trainer_pid)
+        self.selector = selectors.DefaultSelector()
+        self.workers: list[_Worker] = []
+        self.update: _PendingUpdate | None = None
+        self.good: tuple[int, int] | None = None  # version, memfd of the last copy that all workers applied
+        self.evaluations: set[tuple[int, int]] = set()
+        self.ending = False
+        self.segment: _native.Segment
+        self.record: KeeperRecord
+        self.temp_dir: Path
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """Read the record, make the memory, spawn the workers."""
+        self.trainer.socket.setblocking(True)
+        received = self.trainer.receive()
+        self.trainer.socket.setblocking(False)
+        assert received is not None and isinstance(received[0], messages.Boot)
+        self.record = pickle.loads(messages.read_blob(received[1][0]))
+        clean_stale_folders()
+        self.temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+        self._lock_fd = os.open(self.temp_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        self.log_dir = Path(self.record.log_dir) if self.record.log_dir else self.temp_dir
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.segment = _native.Segment.create(**self.record.segment)
+        count = len(self.record.workers.devices)
+        self.attendant_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(count)]
+        self.trainer.send(
+            messages.Booted(run_dir=str(self.temp_dir)), [self.segment.fd, self.attendant_bell, *self.bells]
+        )
+        self.selector.register(self.trainer, selectors.EVENT_READ, self._on_trainer)
+        self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
+        self.workers = [_Worker(index) for index in range(count)]
+        for worker in self.workers:
+            self._spawn(worker)
+
+    def _spawn(self, worker: _Worker) -> None:
+        folder = self.temp_dir / f"w{worker.index}"
+        folder.mkdir(exist_ok=True)
+        channel, theirs = messages.Channel.pair()
+        log = os.open(self.log_dir / f"worker-{worker.index}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        command = [sys.executable, "-m", "mprollout.worker", str(theirs.fileno()), str(os.getpid()), str(worker.index)]
+        worker.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # its whole process group can be ended; Ctrl-C goes to the trainer alone
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=worker_environment(self.record.workers, worker.index, folder),
+        )
+        os.close(log)
+        theirs.close()
+        worker.pid, worker.channel = worker.process.pid, channel
+        worker.pidfd = os.pidfd_open(worker.pid)
+        worker.failed, worker.kill_reason, worker.served = None, "", False
+        worker.state, worker.start_at = "starting", time.monotonic()
+        words = self.segment.worker_words(worker.index)
+        words[WorkerWord.PID], words[WorkerWord.RESTARTS] = worker.pid, worker.restarts
+        words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
+        words[WorkerWord.HEARTBEAT_NS] = words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
+        record = messages.blob(self.record.worker_record)
+        channel.send(
+            messages.Boot(worker=worker.index), [record, self.segment.fd, self.bells[worker.index], self.attendant_bell]
+        )
+        os.close(record)
+        self.selector.register(channel, selectors.EVENT_READ, lambda w=worker: self._on_worker(w))
+        self.selector.register(worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._on_worker_death(w))
+        self._tell_state(worker)
+
+    # -- loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        next_tick = time.monotonic() + TICK_S
+        while not self.ending:
+            for key in list(self.selector.get_map().values()):
+                if isinstance(key.fileobj, messages.Channel):
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if key.fileobj.wants_write else 0)
+                    if key.events != events:
+                        self.selector.modify(key.fileobj, events, key.data)
+            for key, events in self.selector.select(max(0.0, next_tick - time.monotonic())):
+                if events & selectors.EVENT_WRITE and isinstance(key.fileobj, messages.Channel):
+                    with contextlib.suppress(OSError):
+                        key.fileobj.flush()
+                if events & selectors.EVENT_READ and key.fileobj in self.selector.get_map():
+                    key.data()
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK_S
+                self._tick()
+
+    def _tick(self) -> None:
+        """What is late is killed here, and only here; its death is then handled as any other."""
+        now = time.monotonic()
+        settings = self.record.workers
+        for worker in self.workers:
+            if worker.state == "restarting" and now >= worker.start_at:
+                self._spawn(worker)
+            elif worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
+                self._kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
+            elif worker.state == "ready":
+                words = self.segment.worker_words(worker.index)
+                running = words[WorkerWord.RUNNING_SAMPLES]
+                silent_s = (time.monotonic_ns() - words[WorkerWord.HEARTBEAT_NS]) / 1e9
+                stuck_s = (time.monotonic_ns() - words[WorkerWord.PROGRESS_NS]) / 1e9
+                if running and stuck_s > settings.progress_timeout_s:
+                    self._kill(worker, f"no progress for {stuck_s:.1f} s with {running} samples running")
+                elif silent_s > settings.progress_timeout_s:
+                    self._kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
+        self._reap_adopted()
+
+    # -- trainer -------------------------------------------------------------------------------------------------
+
+    def _on_trainer_death(self) -> None:
+        self.ending = True
+
+    def _on_trainer(self) -> None:
+        while True:
+            try:
+                received = self.trainer.receive()
+            except (EOFError, OSError):
+                self.ending = True
+                return
+            if received is None:
+                return
+            message, fds = received
+            match message:
+                case messages.Stop():
+                    self._stop_workers()
+                    self.ending = True
+                case messages.Update():
+                    self._begin_update(message, fds[0])
+                case messages.Evaluate():
+                    self._forward_evaluation(message, fds[0])
+                case _:
+                    raise AssertionError(f"keeper got {message!r} from the trainer")
+
+    def _tell(self, message: messages.Message, fds: list[int] | None = None) -> None:
+        with contextlib.suppress(OSError):  # its death is reported by the pidfd
+            self.trainer.send(message, fds)
+
+    def _tell_state(self, worker: _Worker, **more: Any) -> None:
+        self._tell(
+            messages.WorkerState(
+                worker=worker.index, pid=worker.pid, state=worker.state, restarts=worker.restarts, start_s=worker.start_s, **more
+            )
+        )
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def _on_worker(self, worker: _Worker) -> None:
+        assert worker.channel is not None
+        while True:
+            try:
+                received = worker.channel.receive()
+            except (EOFError, OSError):
+                self._forget(worker.channel)  # the pidfd says the rest
+                return
+            if received is None:
+                return
+            message, fds = received
+            match message:
+                case messages.WorkerReady():
+                    worker.start_s, worker.ever_ready, worker.served = message.start_s, True, True
+                    self._bring_up_to_date(worker)
+                case messages.Applied():
+                    self._on_applied(worker, message)
+                case messages.WorkerFailed():
+                    worker.failed = message
+                case messages.Evaluated():
+                    self.evaluations.discard((message.id, worker.index))
+                    self._tell(message, fds)
+                case messages.Note() | messages.Fault():
+                    self._tell(message)
+                case _:
+                    raise AssertionError(f"keeper got {message!r} from worker {worker.index}")
+            for fd in fds:
+                os.close(fd)
+
+    def _forget(self, fileobj: Any) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(fileobj)
+
+    def _send(self, worker: _Worker, message: messages.Message, fds: list[int] | None = None) -> None:
+        assert worker.channel is not None
+        with contextlib.suppress(OSError):
+            worker.channel.send(message, fds)
+
+    def _kill(self, worker: _Worker, reason: str) -> None:
+        """End a worker's process group; the pidfd reports the death."""
+        worker.kill_reason = reason
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+
+    def _on_worker_death(self, worker: _Worker) -> None:
+        self._on_worker(worker)  # its last words
+        exit_code = self._bury(worker)
+        recovered = _native.recover(
+            self.segment,
+            worker.index,
+            self.record.fault.max_deaths_per_ticket,
+            Reason.DEATHS,
+            count_death=not worker.kill_reason,
+        )
+        for id_, index in [e for e in self.evaluations if e[1] == worker.index]:
+            self.evaluations.discard((id_, index))
+            self._tell(messages.Evaluated(id=id_, worker=index, error=f"worker {index} (pid {worker.pid}) died"))
+        words = self.segment.worker_words(worker.index)
+        words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
+        failed = worker.failed
+        permanent = failed is not None and failed.permanent and not worker.ever_ready
+        error = worker.kill_reason or (failed.error if failed else f"died with {describe_exit(exit_code)}")
+        error += f"; {len(recovered.reissued)} tickets re-issued, {len(recovered.published)} published ones stay"
+        if permanent or worker.restarts >= self.record.workers.max_restarts:
+            worker.state = "lost"
+        else:
+            worker.state = "restarting"
+            # A worker that served restarts at once; one that dies while starting waits longer each time.
+            worker.failed_starts = 0 if worker.served else worker.failed_starts + 1
+            worker.start_at = time.monotonic() + min(10.0, 0.25 * 2**worker.failed_starts - 0.25)
+            worker.restarts += 1
+        self._tell_state(
+            worker,
+            exit_code=exit_code,
+            error=error,
+            traceback=failed.traceback if failed else messages.clip(self._log_tail(worker)),
+            permanent=permanent,
+        )
+        for bell in (*self.bells, self.attendant_bell):  # tickets came back; a waker may have died owing a wake
+            os.eventfd_write(bell, 1)
+        if self.update is not None:
+            self.update.awaiting.discard(worker.index)
+            self._maybe_end_update()
+        if worker.state == "restarting" and worker.start_at <= time.monotonic():
+            self._spawn(worker)
+
+    def _bury(self, worker: _Worker) -> int:
+        """Prove the death, end what is left of its group, forget its descriptors. Returns the exit code, negative for a signal."""
+        status = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)  # before the reaping: its number cannot name another group yet
+        os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+        assert status is not None and worker.process is not None and worker.channel is not None
+        exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        worker.process.returncode = exit_code
+        self._forget(worker.pidfd)
+        self._forget(worker.channel)
+        os.close(worker.pidfd)
+        worker.channel.close()
+        worker.channel, worker.pidfd = None, -1
+        self._reap_adopted()
+        shutil.rmtree(self.temp_dir / f"w{worker.index}", ignore_errors=True)
+        return exit_code
+
+    def _reap_adopted(self) -> None:
+        """As subreaper this process inherits what a dead worker's processes left: end and reap it."""
+        own = {worker.pid for worker in self.workers if worker.pidfd >= 0}
+        for child in psutil.Process().children():
+            if child.pid not in own:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, 0)
+
+    def _log_tail(self, worker: _Worker) -> str:
+        with contextlib.suppress(OSError):
+            return (self.log_dir / f"worker-{worker.index}.log").read_bytes()[-2000:].decode(errors="replace")
+        return ""
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _begin_update(self, message: messages.Update, fd: int) -> None:
+        assert self.update is None, "the trainer sends one update at a time"
+        self.update = _PendingUpdate(message.version, message.pause, fd, set(), set(), [])
+        for worker in self.workers:
+            if worker.state in ("ready", "syncing"):
+                self._send_weights(worker)
+        self._maybe_end_update()
+
+    def _send_weights(self, worker: _Worker) -> None:
+        """The newest copy: the one under way, else the last good one."""
+        if self.update is not None:
+            self.update.awaiting.add(worker.index)
+            self._send(worker, messages.Update(version=self.update.version, pause=self.update.pause), [self.update.fd])
+        elif self.good is not None:
+            self._send(worker, messages.Update(version=self.good[0], pause="retract"), [self.good[1]])
+
+    def _bring_up_to_date(self, worker: _Worker) -> None:
+        if self.update is None and self.good is None:
+            self._let_go(worker)
+        else:
+            worker.state = "syncing"
+            self._send_weights(worker)
+
+    def _let_go(self, worker: _Worker) -> None:
+        worker.state = "ready"
+        self._send(worker, messages.Go())
+        self._tell_state(worker)
+
+    def _on_applied(self, worker: _Worker, message: messages.Applied) -> None:
+        update = self.update
+        current = update is not None and message.version == update.version
+        if update is not None and current:
+            update.awaiting.discard(worker.index)
+            if message.error:
+                update.failures.append(message)
+            else:
+                update.applied.add(worker.index)
+        if message.error and (message.harmed or worker.state == "syncing"):
+            self._kill(worker, f"weight update {message.version} failed: {message.error}")
+        elif worker.state == "syncing" and (current or update is None):
+            self._let_go(worker)
+        self._maybe_end_update()
+
+    def _maybe_end_update(self) -> None:
+        update = self.update
+        if update is None or update.awaiting:
+            return
+        if not update.applied and not update.failures:
+            if any(worker.state != "lost" for worker in self.workers):
+                return  # the first worker that gets ready applies it
+            update.failures.append(messages.Applied(worker=-1, version=update.version, error="all workers are lost"))
+        self.update = None
+        if update.failures:
+            os.close(update.fd)
+        else:
+            if self.good is not None:
+                os.close(self.good[1])
+            self.good = (update.version, update.fd)
+        self._tell(messages.UpdateDone(version=update.version, failures=update.failures))
+
+    def _forward_evaluation(self, message: messages.Evaluate, fd: int) -> None:
+        worker = self.workers[message.worker]
+        if worker.state == "ready":
+            self.evaluations.add((message.id, worker.index))
+            self._send(worker, message, [fd])
+        else:
+            self._tell(messages.Evaluated(id=message.id, worker=worker.index, error=f"worker {worker.index} is {worker.state}"))
+        os.close(fd)
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def _stop_workers(self) -> None:
+        """Let ready workers give their tickets back, for a moment; kill the rest."""
+        waiting = {worker.pidfd for worker in self.workers if worker.pidfd >= 0 and worker.state == "ready"}
+        for worker in self.workers:
+            if worker.pidfd in waiting:
+                self._send(worker, messages.Stop())
+        deadline = time.monotonic() + STOP_GRACE_S
+        with selectors.DefaultSelector() as selector:
+            for fd in (*waiting, self.trainer_pidfd):
+                selector.register(fd, selectors.EVENT_READ)
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fd == self.trainer_pidfd:
+                        return
+                    selector.unregister(key.fd)
+                    waiting.discard(key.fd)
+
+    def end(self) -> None:
+        """Kill and reap everything, remove the temporary folder. Runs in every case, an exception of the keeper included."""
+        for worker in self.workers:
+            if worker.pidfd >= 0:
+                self._kill(worker, "the engine ended")
+        for worker in self.workers:
+            if worker.pidfd >= 0:
+                self._bury(worker)
+        self._reap_adopted()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict[str, str]:
+    """The environment of one worker: its own GPUs, its own temporary folder, this package importable."""
+    environment = dict(os.environ)
+    environment["TMPDIR"] = str(folder)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parent.parent), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    device = settings.devices[index]
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment.setdefault("OMP_NUM_THREADS", "1")  # several engines on few cores trip over each other's thread pools
+    else:
+        numbers = device if isinstance(device, list) else [device]
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else None
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[int(n)] if names else str(n) for n in numbers)
+    environment.update(settings.env)
+    return environment
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or `signal SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
+def clean_stale_folders() -> None:
+    """Remove temporary folders whose keeper was killed: its lock is free then, and only then."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*/lock"):
+        with contextlib.suppress(OSError):
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(fd).st_uid == os.getuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def main() -> None:
+    fd, trainer_pid = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _native.become_subreaper()
+    keeper = Keeper(messages.Channel(socket.socket(fileno=fd)), trainer_pid)
+
+    def on_term(*_: object) -> None:
+        keeper.ending = True
+
+    signal.signal(signal.SIGTERM, on_term)
+    try:
+        keeper.boot()
+        keeper.run()
+    except Exception as error:
+        keeper._tell(messages.Fault(kind="keeper", message=f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        if hasattr(keeper, "temp_dir"):
+            keeper.end()
+
+
+if __name__ == "__main__":
+    main()

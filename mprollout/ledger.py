@@ -1,0 +1,123 @@
+"""`Ledger`: which tickets ended how, on the trainer's side of the live table.
+
+    next_ticket -> admit -> ... -> resolve(taken | filtered:* | failed:*)          every ticket exactly once
+
+Invariant: every ticket below `watermark` is resolved, every resolved ticket above it stands in `_above`, every other ticket is live
+or not yet admitted: a partition. `resolve` guarantees it by refusing a ticket that is resolved already; memory is the watermark plus
+the exceptions above it, whatever the size of the data.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from typing import Any
+
+from mprollout.errors import ConfigError
+
+_FORMAT = 1
+
+
+class Reason(enum.IntEnum):
+    """Why a ticket ended FILTERED or FAILED: the reason code of its word."""
+
+    OVER_LONG = 1
+    PROMPT = 2
+    GENERATION = 3
+    ABORT = 4
+    REWARD = 5
+    TIMEOUT = 6
+    TOO_LARGE = 7
+    DEATHS = 8
+    ROLLOUT = 9
+
+
+class Ledger:
+    """Not thread-safe: the engine's lock guards it.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> [ledger.next_ticket() for _ in range(3)]
+        [0, 1, 2]
+        >>> ledger.resolve(1, "taken"); ledger.watermark
+        0
+        >>> ledger.resolve(0, "failed:reward"); ledger.watermark
+        2
+        >>> Ledger.from_state(ledger.state()).next_ticket()
+        2
+    """
+
+    def __init__(self) -> None:
+        self.watermark = 0
+        """All tickets below are resolved. In ticket order it is the next one to deliver."""
+        self.counts: collections.Counter[str] = collections.Counter()
+        """Resolved tickets by outcome: `taken`, `filtered:<reason>`, `failed:<reason>`. Statistics, not the proof."""
+        self._above: set[int] = set()
+        self._next = 0
+
+    def next_ticket(self) -> int:
+        """Hand out the lowest ticket that is neither resolved nor handed out."""
+        while self._next in self._above or self._next < self.watermark:
+            self._next += 1
+        ticket, self._next = self._next, self._next + 1
+        return ticket
+
+    def peek_ticket(self) -> int:
+        """The ticket that `next_ticket` would hand out."""
+        ticket = self.next_ticket()
+        self._next = ticket
+        return ticket
+
+    @property
+    def resolved(self) -> int:
+        """Tickets with an outcome."""
+        return self.watermark + len(self._above)
+
+    @property
+    def admitted_below(self) -> int:
+        """All tickets below were handed out or are resolved."""
+        return self._next
+
+    def is_resolved(self, ticket: int) -> bool:
+        return ticket < self.watermark or ticket in self._above
+
+    def resolve(self, ticket: int, outcome: str) -> None:
+        """Record the one outcome of a ticket.
+
+        Raises:
+            AssertionError: the ticket was resolved before, or never handed out: a broken promise, never a user's error.
+        """
+        if self.is_resolved(ticket) or ticket >= self._next:
+            raise AssertionError(
+                f"ticket {ticket} ({outcome}) is resolved twice or was never admitted; watermark {self.watermark}, next {self._next}"
+            )
+        self.counts[outcome] += 1
+        self._above.add(ticket)
+        while self.watermark in self._above:
+            self._above.remove(self.watermark)
+            self.watermark += 1
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: the watermark and the runs [first, last] of resolved tickets above it."""
+        runs: list[list[int]] = []
+        for ticket in sorted(self._above):
+            if runs and runs[-1][1] == ticket - 1:
+                runs[-1][1] = ticket
+            else:
+                runs.append([ticket, ticket])
+        return {"format": _FORMAT, "watermark": self.watermark, "resolved_above": runs, "counts": dict(self.counts)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Ledger:
+        """Every ticket that the state does not hold as resolved is handed out again, lowest first.
+
+        Raises:
+            ConfigError: not a state of this format.
+        """
+        if state.get("format") != _FORMAT:
+            raise ConfigError(f"state: expected a ledger state of format {_FORMAT}, got {state!r:.200}")
+        ledger = cls()
+        ledger.watermark = ledger._next = int(state["watermark"])
+        ledger._above = {ticket for first, last in state["resolved_above"] for ticket in range(first, last + 1)}
+        ledger.counts.update(state.get("counts", {}))
+        return ledger

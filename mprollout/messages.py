@@ -1,0 +1,251 @@
+"""The control messages and the socket that carries them.
+
+    trainer <--Channel--> keeper <--Channel--> worker          (Unix seqpacket: one datagram a message, descriptors beside it)
+
+Invariant: a send never blocks and never loses a message: what the kernel does not take stands in the outbox until the socket is
+writable again (`Channel.flush`). What is large travels as a sealed memfd (`blob`), since a datagram is bounded by the socket's buffer.
+"""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import mmap
+import os
+import socket
+import threading
+from typing import ClassVar
+
+import msgspec
+
+MAX_TEXT = 16_000  # characters of a traceback in a message: a datagram must fit the default socket buffer
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class Boot(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper, keeper to worker: the first message. Beside it a memfd with the pickled boot record, and for a worker the segment and the bells."""
+
+    worker: int = -1
+
+
+class Booted(_Message, frozen=True, kw_only=True):
+    """Keeper to trainer: the memory stands. Beside it: the segment, the attendant's bell, the workers' bells."""
+
+    run_dir: str
+
+
+class WorkerReady(_Message, frozen=True, kw_only=True):
+    """Worker to keeper: the engine runs; weights, then Go are expected."""
+
+    worker: int
+    start_s: float
+    context_length: int
+
+
+class WorkerFailed(_Message, frozen=True, kw_only=True):
+    """Worker to keeper: about to end by an exception; `permanent` when a restart would fail the same way."""
+
+    worker: int
+    error: str
+    traceback: str
+    permanent: bool
+
+
+class Go(_Message, frozen=True, kw_only=True):
+    """Keeper to worker: claim tickets."""
+
+
+class Stop(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper, keeper to worker: end cleanly."""
+
+
+class WorkerState(_Message, frozen=True, kw_only=True):
+    """Keeper to trainer: what a worker is doing now; `lost` for ever when it has no restarts left."""
+
+    worker: int
+    pid: int
+    state: str  # starting | ready | restarting | lost
+    restarts: int = 0
+    exit_code: int | None = None
+    error: str = ""
+    traceback: str = ""
+    permanent: bool = False
+    start_s: float = 0.0
+
+
+class Update(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper to worker: new weights, staged in the memfd beside it."""
+
+    version: int
+    pause: str
+
+
+class Applied(_Message, frozen=True, kw_only=True):
+    """Worker to keeper: the result of an update. `harmed`: the engine's weights are undefined."""
+
+    worker: int
+    version: int
+    error: str = ""
+    traceback: str = ""
+    harmed: bool = False
+
+
+class UpdateDone(_Message, frozen=True, kw_only=True):
+    """Keeper to trainer: every living worker answered."""
+
+    version: int
+    failures: list[Applied] = []
+
+
+class Evaluate(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper to one worker: an `EvaluationRequest` in the memfd beside it."""
+
+    id: int
+    worker: int
+
+
+class Evaluated(_Message, frozen=True, kw_only=True):
+    """Worker to keeper to trainer: an `EvaluationPart` in the memfd beside it, or an error."""
+
+    id: int
+    worker: int
+    error: str = ""
+    traceback: str = ""
+
+
+class Note(_Message, frozen=True, kw_only=True):
+    """Worker to trainer, by way of the keeper: why an attempt failed. Sent before the word changes."""
+
+    worker: int
+    ticket: int
+    attempt: int
+    reason: str
+    error: str
+    traceback: str
+    final: bool
+
+
+class Fault(_Message, frozen=True, kw_only=True):
+    """To the trainer: a permanent fault that `get` must raise."""
+
+    kind: str
+    message: str
+    worker: int = -1
+    traceback: str = ""
+
+
+Message = (
+    Boot | Booted | WorkerReady | WorkerFailed | Go | Stop | WorkerState | Update | Applied | UpdateDone | Evaluate | Evaluated | Note | Fault
+)
+
+
+def clip(text: str) -> str:
+    """The end of a long text, where a traceback says what happened."""
+    return text if len(text) <= MAX_TEXT else "... " + text[-MAX_TEXT:]
+
+
+def blob(data: bytes) -> int:
+    """A sealed memfd that holds `data`; the caller closes it."""
+    fd = os.memfd_create("mprollout-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def read_blob(fd: int) -> bytes:
+    """The bytes of a `blob`; closes the descriptor."""
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return b""
+        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as view:
+            return bytes(view)
+    finally:
+        os.close(fd)
+
+
+class Channel:
+    """One end of a control socket. `send` from any thread; `receive` from one."""
+
+    _encoder: ClassVar[msgspec.msgpack.Encoder] = msgspec.msgpack.Encoder()
+    _decoder: ClassVar[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._outbox: collections.deque[tuple[bytes, list[int]]] = collections.deque()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """A channel and the raw socket of the other end, to be handed to a child."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        """Send, or keep for `flush`. Descriptors are duplicated into the outbox, so the caller may close its own.
+
+        Raises:
+            OSError: the peer is gone (the process watch reports it too; callers may ignore it).
+        """
+        with self._lock:
+            self._outbox.append((self._encoder.encode(message), [os.dup(fd) for fd in fds or []]))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes now."""
+        with self._lock:
+            while self._outbox:
+                data, fds = self._outbox[0]
+                try:
+                    socket.send_fds(self.socket, [data], fds)
+                except BlockingIOError:
+                    return
+                except OSError:
+                    self._drop_outbox()
+                    raise
+                self._outbox.popleft()
+                for fd in fds:
+                    os.close(fd)
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._outbox)
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message and its descriptors; None when there is none now.
+
+        Raises:
+            EOFError: the peer closed its end or died.
+        """
+        try:
+            data, fds, flags, _ = socket.recv_fds(self.socket, 1 << 18, 80, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise OSError(f"control message cut: {len(data)} bytes, {len(fds)} descriptors came through")
+        return self._decoder.decode(data), fds
+
+    def _drop_outbox(self) -> None:
+        for _, fds in self._outbox:
+            for fd in fds:
+                os.close(fd)
+        self._outbox.clear()
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop_outbox()
+        self.socket.close()

@@ -1,0 +1,238 @@
+"""Sizes of the segment, its memory limit, its statistics words, and how a group is written into it.
+
+    EngineConfig --plan--> Plan --Segment.create (keeper)--> memfd        RolledSample[] --encode_group--> arrays --Producer.publish--> extent
+
+Invariant: a `Plan` that exists can deliver: every arena holds worst-case extents for what the order may keep in it, twice over, since
+first-fit can leave holes of up to the size of its neighbours (k live extents of at most G bytes block at most 2k + 1 places of G bytes).
+`plan` guarantees it by arithmetic and `check_memory` refuses what the cgroup or the machine cannot hold, before anything is made.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mprollout.batch import SCHEMA, schema_bytes
+from mprollout.config import EngineConfig, SGLangConfig
+from mprollout.errors import ConfigError, MemoryBudgetError
+from mprollout.generator import FINISH_REASONS, VersionSpan
+
+SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
+_FIELD_BYTES = 64 * (len(SCHEMA) + 4)  # alignment of each field, and the extent's own header
+
+
+class WorkerWord(enum.IntEnum):
+    """Statistics words of one worker; the writer is the worker unless said otherwise."""
+
+    PID = 0  # keeper
+    RESTARTS = 1  # keeper
+    RUNNING_SAMPLES = 2
+    TOKENS_GENERATED = 3
+    SAMPLES_FINISHED = 4
+    GROUPS_PUBLISHED = 5
+    ATTEMPTS_RETRIED = 6
+    VERSION = 7
+    HEARTBEAT_NS = 8  # CLOCK_MONOTONIC, each turn of the watch task
+    PROGRESS_NS = 9  # CLOCK_MONOTONIC of the last finished sample or update, or of the start of work after idleness
+    RUNNING_GROUPS = 10
+    REWARDING_SAMPLES = 11
+    PEAK_RUNNING_SAMPLES = 12
+    STARVED_FOR_ROOM = 13  # 1 while a READY ticket stands and this arena has no room for it
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Segment.create` is asked for; sizes in bytes."""
+
+    workers: int
+    entries: int
+    cells: int
+    descriptors: int
+    arena_bytes: int
+    max_group_bytes: int
+    max_prompt_bytes: int
+    max_live_groups: int
+
+
+def _context_length(config: EngineConfig) -> int | None:
+    """The context length that the model folder states, before any engine is started."""
+    if not isinstance(config.generator, SGLangConfig):
+        return config.generator.context_length
+    try:
+        stated = json.loads((Path(config.generator.model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    value = stated.get("max_position_embeddings")
+    return value if isinstance(value, int) else None
+
+
+def plan(config: EngineConfig) -> Plan:
+    """Compute the segment's sizes from the settings.
+
+    Raises:
+        ConfigError: an explicit size cannot deliver; names the numbers.
+    """
+    sampling, gate, workers = config.sampling, config.gate, len(config.workers.devices)
+    batch = gate.groups_per_update or 1
+    if gate.max_live_groups is not None:
+        live = gate.max_live_groups
+    elif gate.max_lag is not None:
+        live = (gate.max_lag + 1) * batch
+    else:
+        live = max(2 * batch, 2 * workers * -(-config.workers.max_running_samples // sampling.group_size))
+    # A prompt has at most as many tokens as bytes (every token of a byte-level vocabulary stands for one byte or more).
+    prompt_tokens = config.source.max_prompt_tokens or min(_context_length(config) or 1 << 30, config.ring.max_prompt_bytes)
+    sample_bytes = sampling.max_new_tokens * (4 + 4 + 1) + SPANS_PER_SAMPLE * (8 + 4) + 4 + 4 + 1 + 4
+    worst = _FIELD_BYTES + 4 * prompt_tokens + sampling.group_size * sample_bytes
+    max_group_bytes = config.ring.max_group_bytes or _round_up(worst, 64)
+    # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
+    # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
+    kept = live if gate.max_lag is not None else max(-(-live // workers), batch)
+    extents = 2 * (kept + batch) + 1
+    arena_bytes = config.ring.arena_bytes or _round_up(extents * max_group_bytes, 4096)
+    if arena_bytes < 2 * max_group_bytes:
+        raise ConfigError(
+            f"RingConfig.arena_bytes={arena_bytes:,} must hold at least two groups of max_group_bytes={max_group_bytes:,} "
+            f"(group_size={sampling.group_size}, max_new_tokens={sampling.max_new_tokens}, prompts up to {prompt_tokens:,} tokens)"
+        )
+    total = workers * (arena_bytes // max_group_bytes)
+    if total < 2 * batch:
+        raise ConfigError(
+            f"RingConfig.arena_bytes={arena_bytes:,} x {workers} workers hold {total} groups of {max_group_bytes:,} bytes; "
+            f"two batches of groups_per_update={batch} are needed (one leased while the next is made)"
+        )
+    return Plan(
+        workers=workers,
+        entries=live,
+        cells=max(2, 1 << (live - 1).bit_length()),
+        descriptors=live + 4 * batch + 16,
+        arena_bytes=arena_bytes,
+        max_group_bytes=max_group_bytes,
+        max_prompt_bytes=_round_up(config.ring.max_prompt_bytes, 64),
+        max_live_groups=live,
+    )
+
+
+def segment_arguments(plan: Plan) -> dict[str, Any]:
+    """Keyword arguments of `Segment.create` and `Segment.size_of`."""
+    sizes: dict[str, Any] = msgspec.structs.asdict(plan)
+    del sizes["max_live_groups"]
+    return {**sizes, "schema": schema_bytes()}
+
+
+def segment_bytes(plan: Plan) -> int:
+    """Size of the segment in bytes.
+
+    Raises:
+        ConfigError: a size is outside of what the layout can address.
+    """
+    from mprollout import _native
+
+    try:
+        return _native.Segment.size_of(**segment_arguments(plan))
+    except ValueError as error:
+        raise ConfigError(f"the shared memory cannot be laid out: {error}") from error
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
+    """Bytes that may still be charged, and what limits them: the tightest cgroup above this process (v2 or v1), or the machine."""
+    best, why = _meminfo(root), "MemAvailable of the machine"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            bases, limit_file, used_file = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            bases, limit_file, used_file = ["sys/fs/cgroup/memory"], "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        for base in bases:
+            folder = root / base / path.lstrip("/")
+            for group in (folder, *folder.parents):  # a parent's limit binds its children
+                limit = _read(group / limit_file).strip()
+                if limit.isdigit() and (left := int(limit) - int(_read(group / used_file).strip() or 0)) < best:
+                    best, why = left, f"{group / limit_file} = {int(limit):,} bytes"
+                if group == root / base:
+                    break
+    return max(best, 0), why
+
+
+def check_memory(nbytes: int, plan: Plan, root: Path = Path("/")) -> None:
+    """Refuse a segment that the limit cannot hold, before it is made (a SIGBUS or an OOM kill later is no error message).
+
+    Raises:
+        MemoryBudgetError: names size, limit and remedy.
+    """
+    left, why = memory_limit(root)
+    if nbytes > left:
+        raise MemoryBudgetError(
+            f"the shared memory needs {nbytes:,} bytes ({plan.workers} arenas of {plan.arena_bytes:,}, {plan.entries} prompts of "
+            f"{plan.max_prompt_bytes:,}) but only {left:,} are left ({why}); lower max_live_groups, max_new_tokens or group_size, "
+            "set RingConfig.arena_bytes, or raise the limit"
+        )
+
+
+def encode_group(
+    meta: Sequence[int], prompt_ids: Sequence[int], samples: Sequence[RolledSample], rewards: Sequence[float]
+) -> list[Any]:
+    """The arrays of one group in the order of `SCHEMA`.
+
+    Raises:
+        ValueError: token ids, logprobs and loss masks of a sample differ in length: never padded.
+    """
+    import numpy as np
+
+    spans = [span for sample in samples for span in sample.versions]
+    for i, sample in enumerate(samples):
+        if not len(sample.token_ids) == len(sample.logprobs) == len(sample.loss_mask):
+            raise ValueError(
+                f"sample {i}: {len(sample.token_ids)} token ids, {len(sample.logprobs)} logprobs, {len(sample.loss_mask)} mask entries"
+            )
+
+    def joined(lists: list[list[Any]], dtype: str) -> Any:
+        return np.concatenate([np.asarray(values, dtype=dtype) for values in lists])
+
+    return [
+        np.asarray(meta, "<i8"),
+        np.asarray(prompt_ids, "<i4"),
+        np.asarray([len(s.token_ids) for s in samples], "<i4"),
+        np.asarray(rewards, "<f4"),
+        np.asarray([FINISH_REASONS.index(s.finish_reason) for s in samples], "|u1"),
+        np.asarray([len(s.versions) for s in samples], "<i4"),
+        joined([s.token_ids for s in samples], "<i4"),
+        joined([s.logprobs for s in samples], "<f4"),
+        joined([s.loss_mask for s in samples], "|u1"),
+        np.asarray([span.version for span in spans], "<i8"),
+        np.asarray([span.end for span in spans], "<i4"),
+    ]
+
+
+class RolledSample(msgspec.Struct, kw_only=True):
+    """A finished completion before it is written: what a rollout session made."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    loss_mask: list[int]
+    finish_reason: Any
+    versions: list[VersionSpan]
+
+
+def _round_up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _meminfo(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62

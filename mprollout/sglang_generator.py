@@ -1,0 +1,548 @@
+"""`SGLangGenerator`: SGLang behind the `Generator` interface. Made and used in a worker's main thread and event loop.
+
+    generate --gate--> TokenizerManager (here) --zmq--> scheduler --> detokenizer --> TokenizerManager --> Generation
+    update_weights: gate closed -> pause -> begin -> update (the scheduler maps the staged memory file) -> end -> continue -> gate open
+
+Invariant: a token's version is the one its weights had. SGLang's own spans per request guarantee it; a request starts only while the
+gate is open, so its prefix-cache key names the version it starts under. A broken engine (a process of it died, an update failed midway)
+samples nothing any more: `check` raises and requests wait for the worker's end, which spares their prompts a failed attempt.
+
+Nothing is left behind: SGLang's processes die with this one (`orphans.patch_spawn`), its files in /dev/shm are not made
+(`_run_scheduler`), its sockets lie in TMPDIR and go with that folder or with `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
+from mprollout.orphans import patch_spawn
+from mprollout.weights import check_parameters, checkpoint_shapes
+
+if TYPE_CHECKING:
+    from mprollout.config import SGLangConfig
+    from mprollout.weights import StagedWeights
+
+T = TypeVar("T")
+
+_LOADER = "mprollout.weights.load_staged"
+_CONTROL_TIMEOUT_S = 60.0
+"""Longest pause, begin, end, continue, sleep or wake."""
+_LOAD_TIMEOUT_S = 600.0
+"""Longest loading of staged weights into the engine."""
+
+
+class SGLangGenerator(Generator):
+    """An SGLang engine.
+
+    Args:
+        config: the model, the device and what to pass to `sglang.Engine`; `engine_args` win over everything chosen here.
+        devices: this worker's devices; their number is the tensor-parallel size. Which GPUs they are is CUDA_VISIBLE_DEVICES's business.
+        max_running_samples: most requests running at once.
+        seed: of the engine; requests cannot be seeded one by one.
+
+    Example:
+        generator = SGLangGenerator(SGLangConfig(model=folder), devices=["cpu"], max_running_samples=32, seed=0)
+        await generator.start()
+        generation = await generator.generate(request)
+        await generator.close()
+    """
+
+    def __init__(
+        self, config: SGLangConfig, *, devices: Sequence[int | str], max_running_samples: int, seed: int
+    ) -> None:
+        self.version = 0
+        self._config = config
+        self._devices = list(devices)
+        self._max_running_samples = max_running_samples
+        self._seed = seed
+        self._device = "cpu" if config.device == "cpu" or (config.device == "auto" and "cpu" in devices) else "cuda"
+        self._expected: dict[str, tuple[int, ...]] = {}
+        self._optional: set[str] = set()
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._asleep: set[str] = set()
+        self._updating = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._broken: str | None = None
+        self._processes: dict[str, Any] = {}
+        self._engine: Any = None
+
+    async def start(self) -> None:
+        """Load the model; blocks the event loop (15 s for a tiny model on a CPU, minutes for a large one).
+
+        Raises:
+            ValueError: `model` is no folder of a Hugging Face checkpoint.
+            RuntimeError: SGLang could not start; the cause is its own.
+        """
+        _check_folder(self._config.model)
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "SGLang's engine must be made in the main thread: its processes die with the thread that starts them"
+            )
+        patch_spawn()
+        if self._device == "cpu":
+            os.environ.setdefault(
+                "OMP_NUM_THREADS", "1"
+            )  # two engines on two cores: 5 times faster than with torch's default
+            _install_standins()
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        with _our_signals_logging_and_policy():
+            engine_type, self._io = _import_sglang()
+            self._previous_sigquit = signal.getsignal(signal.SIGQUIT)
+            self._engine = engine_type(**self._engine_args())
+        manager = self._manager = self._engine.tokenizer_manager
+        manager._subprocess_watchdog.stop()
+        watched = manager._subprocess_watchdog
+        self._processes = dict(zip(watched._names, watched._processes, strict=True))
+        self._dead = asyncio.get_running_loop().create_future()
+        for process in self._processes.values():
+            asyncio.get_running_loop().add_reader(process.sentinel, self._note_death)
+        # What SGLang's auto_create_handle_loop does, without its signal handlers.
+        manager.event_loop = asyncio.get_running_loop()
+        self._receiver = asyncio.create_task(manager.handle_loop(), name="sglang-receiver")
+        info = self._engine._scheduler_init_result.scheduler_infos[0]
+        self.context_length = min(manager.context_len, info["max_total_num_tokens"])
+        self.tokenizer = HuggingFaceTokenizer(
+            manager.tokenizer or _load_tokenizer(self._engine.server_args.tokenizer_path)
+        )
+        self._expect_parameters(_checkpoint_folder(self._config.model))
+        self._open.set()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Generator.generate`. On a broken engine it does not return; `check` says why.
+
+        Raises:
+            ValueError: prompt and `max_new_tokens` exceed the context length, or SGLang refuses the request.
+        """
+        rid = request.request_id
+        total = len(request.prompt_ids) + request.max_new_tokens
+        if total > self.context_length:
+            raise ValueError(
+                f"request {rid}: {len(request.prompt_ids)} prompt tokens + {request.max_new_tokens} new tokens = {total} exceed "
+                f"the context length {self.context_length}"
+            )
+        if rid in self._running or rid in self._waiting:
+            raise ValueError(f"request id {rid!r} is already in use")
+        if not self._open.is_set() and not await self._until_open(rid):
+            return Generation(token_ids=[], logprobs=[], finish_reason="abort", versions=[])
+        self._running[rid] = asyncio.current_task()  # type: ignore[assignment]
+        try:
+            answer = await anext(self._manager.generate_request(self._engine_request(request), None))
+        finally:
+            del self._running[rid]
+        return _generation(answer)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        for rid in list(self._waiting) if request_id is None else [request_id]:
+            if rid in self._waiting:
+                self._waiting[rid].set()
+        for rid in list(self._running) if request_id is None else [request_id]:
+            if rid in self._running:
+                self._manager.abort_request(_engine_rid(rid))
+
+    async def update_weights(self, weights: StagedWeights, version: int, pause: PauseMode) -> None:
+        """See `Generator.update_weights`. `retract` and `abort` flush the prefix cache; `in_place` keeps it and the running KV entries.
+
+        Raises:
+            ValueError: the names or shapes are not the engine's; nothing was touched.
+            RuntimeError: the engine failed midway and is broken.
+        """
+        async with self._updating:
+            self._refuse_if_broken()
+            if not self._expected:
+                self._expected = dict(
+                    weights.shapes
+                )  # a checkpoint without safetensors: the first update is the reference
+            check_parameters(weights.shapes, self._expected, self._optional)
+            if "weights" in self._asleep:
+                raise RuntimeError("the engine's weights are asleep: wake(['weights']) before an update")
+            self._open.clear()
+            touched = False
+            try:
+                if pause == "abort":
+                    await self._end_running()
+                await self._pause("in_place" if pause == "in_place" else "retract")
+                touched = True
+                await self._load(weights, version, flush=pause != "in_place")
+                self.version, touched = version, False
+            finally:
+                if touched:
+                    self._broken = (
+                        self._broken or f"update to version {version} failed midway: the engine's weights are undefined"
+                    )
+                await self._go_on()
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Release GPU memory; needs `engine_args={"enable_memory_saver": True}` there. On a CPU it pauses and releases nothing.
+
+        Raises:
+            RuntimeError: on a GPU without the memory saver.
+        """
+        if self._device == "cuda" and not self._engine.server_args.enable_memory_saver:
+            raise RuntimeError(
+                'sleep needs SGLangConfig.engine_args["enable_memory_saver"] = True (package torch_memory_saver)'
+            )
+        async with self._updating:
+            new = [tag for tag in tags if tag not in self._asleep]
+            if new:
+                self._open.clear()
+                await self._pause("retract")
+                request = self._io.ReleaseMemoryOccupationReqInput(tags=new)
+                await self._within(_CONTROL_TIMEOUT_S, "sleep", self._manager.release_memory_occupation(request, None))
+                self._asleep.update(new)
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        async with self._updating:
+            known = [tag for tag in tags if tag in self._asleep]
+            if known:
+                request = self._io.ResumeMemoryOccupationReqInput(tags=known)
+                await self._within(_CONTROL_TIMEOUT_S, "wake", self._manager.resume_memory_occupation(request, None))
+                self._asleep.difference_update(known)
+            await self._go_on()
+
+    def check(self) -> None:
+        """Raise when the engine is broken.
+
+        Raises:
+            RuntimeError: names the process that ended, its pid and exit code; or the update that failed midway.
+        """
+        self._note_death()
+        self._refuse_if_broken()
+        if self._engine is not None and self._receiver.done():
+            raise RuntimeError("SGLang's receiving task ended") from self._receiver.exception()
+
+    async def close(self) -> None:
+        """End the engine, its processes and its sockets. Running requests are cancelled. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        import atexit
+
+        import psutil
+
+        atexit.unregister(engine.shutdown)  # it would kill every child of this process, the reward pool's too
+        self._receiver.cancel()
+        for task in self._running.values():
+            task.cancel()
+        for event in self._waiting.values():
+            event.set()
+        processes, self._processes = list(self._processes.values()), {}
+        for process in processes:
+            asyncio.get_running_loop().remove_reader(process.sentinel)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for descendant in psutil.Process(process.pid).children(recursive=True):
+                    descendant.kill()
+            process.kill()
+        for process in processes:
+            await asyncio.to_thread(process.join, _CONTROL_TIMEOUT_S)
+            process.close()
+        for socket in (engine.send_to_rpc, self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
+            socket.close(linger=0)
+        _unlink_sockets(engine.port_args)
+        signal.signal(signal.SIGQUIT, self._previous_sigquit)
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _engine_args(self) -> dict[str, Any]:
+        given = self._config.engine_args
+        args: dict[str, Any] = {
+            "model_path": self._config.model,
+            "device": self._device,
+            "dtype": self._config.dtype,
+            "random_seed": self._seed,
+            "max_running_requests": self._max_running_samples,
+            "weight_version": "0",
+            "skip_server_warmup": True,
+            # SGLang's processes report a failure by SIGQUIT, and its own handler then kills this process without a word.
+            "custom_sigquit_handler": _ignore,
+            "log_level": "error",
+        }
+        if self._device == "cpu":
+            args |= {
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "grammar_backend": "none",
+                "disable_overlap_schedule": True,
+                "max_total_tokens": max(16384, 512 * self._max_running_samples),
+                "mem_fraction_static": 0.3,
+            }
+            if self._config.dtype == "auto":
+                args["dtype"] = "float32"
+        else:
+            args["tp_size"] = len(self._devices)
+        return args | given | {"custom_weight_loader": [*given.get("custom_weight_loader", ()), _LOADER]}
+
+    def _expect_parameters(self, folder: Path | None) -> None:
+        if folder is None:
+            return
+        self._expected = checkpoint_shapes(folder)
+        tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
+        embedding = next(
+            (shape for name, shape in self._expected.items() if name.endswith("embed_tokens.weight")), None
+        )
+        if tied and embedding:
+            self._expected["lm_head.weight"] = embedding
+            self._optional = {"lm_head.weight"}
+
+    # -- generating ----------------------------------------------------------------------------------------------------
+
+    def _engine_request(self, request: GenerateRequest) -> Any:
+        sampling = request.sampling
+        return self._io.GenerateReqInput(
+            input_ids=request.prompt_ids,
+            rid=_engine_rid(request.request_id),
+            return_logprob=True,
+            logprob_start_len=-1,
+            extra_key=f"version {self.version}",
+            sampling_params={
+                "max_new_tokens": request.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "stop": sampling.stop or None,
+                "stop_token_ids": sampling.stop_token_ids or None,
+                "ignore_eos": sampling.ignore_eos,
+                # Said aloud, because a model's generation config may say otherwise.
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+            },
+        )
+
+    async def _until_open(self, rid: str) -> bool:
+        """Wait for the gate; False: aborted meanwhile."""
+        event = self._waiting[rid] = asyncio.Event()
+        try:
+            await event.wait()
+            return self._open.is_set()
+        finally:
+            del self._waiting[rid]
+
+    # -- pausing and updating ------------------------------------------------------------------------------------------
+
+    async def _end_running(self) -> None:
+        await self.abort()
+        if self._running:
+            _, late = await asyncio.wait(list(self._running.values()), timeout=_CONTROL_TIMEOUT_S)
+            if late:
+                raise RuntimeError(f"{len(late)} requests did not end within {_CONTROL_TIMEOUT_S} s of their abort")
+
+    async def _pause(self, mode: str) -> None:
+        await self._within(
+            _CONTROL_TIMEOUT_S, "pause", self._manager.pause_generation(self._io.PauseGenerationReqInput(mode=mode))
+        )
+
+    async def _load(self, weights: StagedWeights, version: int, flush: bool) -> None:
+        import torch
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        manager, io = self._manager, self._io
+        payload = MultiprocessingSerializer.serialize([(f"/proc/{os.getpid()}/fd/{weights.fd}", torch.empty(0))])
+        request = io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self._engine.server_args.tp_size,
+            load_format=_LOADER,
+            flush_cache=flush,
+            weight_version=str(version),
+        )
+        begin, end = io.BeginWeightUpdateReqInput(), io.EndWeightUpdateReqInput()
+        await self._step("begin", _CONTROL_TIMEOUT_S, manager.begin_weight_update(begin, None))
+        await self._step("load", _LOAD_TIMEOUT_S, manager.update_weights_from_tensor(request, None))
+        await self._step("end", _CONTROL_TIMEOUT_S, manager.end_weight_update(end, None))
+
+    async def _step(self, what: str, limit_s: float, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
+        success, message = await self._within(limit_s, what, call)
+        if not success:
+            raise RuntimeError(f"SGLang's {what} of a weight update failed: {message}")
+
+    async def _go_on(self) -> None:
+        if self._asleep or self._broken:
+            return
+        request = self._io.ContinueGenerationReqInput(torch_empty_cache=self._device == "cuda")
+        await self._within(_CONTROL_TIMEOUT_S, "continue", self._manager.continue_generation(request))
+        self._open.set()
+        for event in self._waiting.values():
+            event.set()
+
+    # -- failing -------------------------------------------------------------------------------------------------------
+
+    def _note_death(self) -> None:
+        for name, process in self._processes.items():
+            if not process.is_alive() and not self._dead.done():
+                asyncio.get_running_loop().remove_reader(process.sentinel)
+                self._broken = f"SGLang's {name} (pid {process.pid}) ended with exit code {process.exitcode}"
+                self._open.clear()
+                self._dead.set_result(None)
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise RuntimeError(self._broken)
+
+    async def _within(self, limit_s: float, what: str, call: Coroutine[Any, Any, T]) -> T:
+        """The call's result; RuntimeError when it takes too long or a process of the engine dies meanwhile."""
+        task = asyncio.create_task(call)
+        try:
+            await asyncio.wait([task, self._dead], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self._refuse_if_broken()
+            raise RuntimeError(f"SGLang's {what} took more than {limit_s} s")
+        finally:
+            task.cancel()
+
+
+class HuggingFaceTokenizer:
+    """A `Tokenizer` over a Hugging Face tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer itself adds."""
+        return list(self._tokenizer.encode(text))
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+    ) -> list[int]:
+        given = {"tools": list(tools) if tools else None, "add_generation_prompt": True, **template_kwargs}
+        return list(self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **given))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's scheduler process, without what it would leave in /dev/shm after a kill: a semaphore and its load file, which nothing here reads."""
+    patch_spawn()
+    _no_named_semaphore()
+    from sglang.srt.managers import scheduler
+
+    scheduler.create_load_snapshot_writer = lambda *_args, **_kwargs: None
+    return scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _import_sglang() -> tuple[Any, Any]:
+    """An `Engine` class whose scheduler is `_run_scheduler`, and the module with SGLang's request classes."""
+    _no_named_semaphore()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
+        io = importlib.import_module("sglang.srt.managers.io_struct")
+    return type("Engine", (engine,), {"run_scheduler_process_func": staticmethod(_run_scheduler)}), io
+
+
+def _no_named_semaphore() -> None:
+    """Give tqdm a lock, because the one it makes itself is a named semaphore, left in /dev/shm after a kill."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    tqdm.set_lock(threading.RLock())
+
+
+def _install_standins() -> None:
+    """Put `_standins` on the path for what SGLang imports and a CPU-only machine lacks; spawned processes inherit the path."""
+    folder = str(Path(__file__).parent / "_standins")
+    if folder in sys.path:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except Exception:  # a CUDA build beside a CPU torch fails in many ways
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        sys.path.insert(0, folder)
+    else:
+        sys.path.append(folder)  # for vllm, where it is not installed
+
+
+@contextlib.contextmanager
+def _our_signals_logging_and_policy() -> Iterator[None]:
+    """Undo what importing and starting SGLang does to this process's logging and event-loop policy."""
+    root = logging.getLogger()
+    handlers, level, policy = root.handlers[:], root.level, asyncio.get_event_loop_policy()
+    root.handlers = []  # logging.basicConfig(force=True) would close them
+    launcher = logging.getLogger("sglang.srt.entrypoints.engine")
+    launcher.setLevel(logging.CRITICAL)  # it calls our SIGQUIT handler an error
+    try:
+        yield
+    finally:
+        launcher.setLevel(logging.NOTSET)
+        root.handlers, root.level = handlers, level
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        asyncio.set_event_loop_policy(policy)
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    """The start's exception, or later `check`, says what happened."""
+
+
+def _check_folder(model: str) -> None:
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"SGLangConfig.model: {model} is no Hugging Face checkpoint: it has no config.json")
+        if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+            raise ValueError(
+                f"SGLangConfig.model: {model} is no Hugging Face checkpoint: it has no .safetensors or .bin file"
+            )
+    elif path.is_absolute() or model.startswith((".", "~")) or path.exists():
+        raise ValueError(f"SGLangConfig.model: {model} is no folder")
+
+
+def _checkpoint_folder(model: str) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    with contextlib.suppress(Exception):  # loaded from elsewhere: coverage is then checked against the first update
+        return Path(snapshot_download(model, local_files_only=True))
+    return None
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _unlink_sockets(port_args: Any) -> None:
+    for address in vars(port_args).values():
+        if isinstance(address, str) and address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _engine_rid(request_id: str) -> str:
+    """SGLang aborts every request whose id *starts with* the one given, so no id may be the start of another."""
+    return request_id + "\n"
+
+
+def _generation(answer: dict[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    token_ids = list(answer["output_ids"])
+    return Generation(
+        token_ids=token_ids,
+        logprobs=[triple[0] for triple in meta.get("output_token_logprobs", ())],
+        finish_reason=reason["type"],
+        versions=[
+            VersionSpan(int(span["version"]), span["start"], span["end"])
+            for span in meta.get("weight_versions", ())
+            if span["end"] > span["start"]
+        ],
+        matched_stop=reason.get("matched"),
+    )

@@ -1,0 +1,235 @@
+// The FIFO index, the descriptors' words, and waiting. Model: shared/model/ring.pml (spin), which assumes sequential
+// consistency; the memory orders below are argued where they stand.
+//
+// Invariant: the order of the groups is the order of the CASes on the index cells, and that CAS is the publication. All
+// before it is private to its worker, all after it (tail, wake) can be done by anybody: a death leaves no hole and no lock.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <time.h>
+
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "table.h"
+
+namespace mprollout {
+
+// An index cell: {lap tag:24, worker:6, descriptor:14, sequence:20}, the tag highest. tag(position) is its lap + 1, so that
+// zeroed memory reads as "the lap before the first".
+//
+// ABA: a publisher's CAS names the word that it read, with the tag of the previous lap. To be fooled it must sleep while
+// the cell returns to that very word: a multiple of 2^24 laps later, filled by the same worker with the same descriptor and
+// the same sequence. The sequence runs modulo an odd number, so even for one lone worker in a ring of one cell both agree
+// again only after 2^24 * (2^20 - 3) publications: 5 years at 100,000 a second.
+struct Cell {
+    std::uint64_t tag, worker, descriptor, sequence;
+
+    static constexpr Cell unpack(std::uint64_t w) { return {w >> 40, w >> 34 & 0x3f, w >> 20 & 0x3fff, w & 0xfffff}; }
+    constexpr std::uint64_t pack() const { return tag << 40 | worker << 34 | descriptor << 20 | sequence; }
+};
+constexpr std::uint64_t kTags = 1 << 24, kSequences = (1 << 20) - 3;
+static_assert(kMaxWorkers == 1 << 6 && kMaxDescriptors == 1 << 14 && kSequences < 1 << 20 && kSequences % 2 == 1);
+static_assert(Cell{5, 6, 7, 8}.pack() == (5ULL << 40 | 6ULL << 34 | 7ULL << 20 | 8ULL));
+
+inline std::uint64_t tag_at(const Mapping& m, std::uint64_t position) {
+    return (position / m.shape().cells + 1) % kTags;
+}
+
+// A descriptor's word: {state:2, epoch:62}; the epoch, in TAKEN only, says which taker holds it.
+enum : std::uint64_t { kFree = 0, kTaken = 1, kReleased = 2, kStateMask = 3 };
+constexpr std::uint64_t taken_by(std::uint64_t epoch) { return kTaken | epoch << 2; }
+
+inline bool filled(const Mapping& m, std::uint64_t position) {
+    // seq_cst: acquires what the publisher wrote before its CAS of the cell (payload, descriptor); as the look after arming, see fire().
+    return Cell::unpack(m.cell(position).load(std::memory_order_seq_cst)).tag == tag_at(m, position);
+}
+
+// ---- waking the taker
+
+inline void futex_wake(const Mapping& m) {
+    ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
+              0);  // shared between processes: not PRIVATE
+}
+
+// News for the taker that is not a group (an ending, a fault, a recovery).
+// seq_cst: bump, then look at wake_at; the taker arms wake_at, then looks at the sequence. One of both sees the other.
+inline void wake_taker(const Mapping& m) {
+    m.hot().wake_sequence.fetch_add(1, std::memory_order_seq_cst);
+    if (m.hot().wake_at.exchange(kNever, std::memory_order_seq_cst) != kNever) futex_wake(m);
+}
+
+// After the tail was seen at `reached` or beyond. seq_cst: CAS(tail), won or lost, then this load; the taker arms wake_at,
+// then looks at tail and cell. One of both sees the other (x86 would hide a weaker order here).
+inline void fire(const Mapping& m, std::uint64_t reached) {
+    std::uint64_t armed = m.hot().wake_at.load(std::memory_order_seq_cst);
+    if (armed == kNever || armed > reached) return;
+    if (!m.hot().wake_at.compare_exchange_strong(armed, kNever, std::memory_order_seq_cst)) return;
+    m.hot().wake_sequence.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake(m);
+}
+
+// ---- publishing
+
+inline void advance_tail(const Mapping& m, std::uint64_t from) {
+    // seq_cst: see fire(). Result ignored: if it fails, another has helped.
+    m.hot().tail.compare_exchange_strong(from, from + 1, std::memory_order_seq_cst);
+}
+
+inline void help_tail(const Mapping& m) {
+    const std::uint64_t t = m.hot().tail.load(std::memory_order_acquire);
+    if (filled(m, t)) advance_tail(m, t);  // a filled cell at an old tail only makes the CAS fail
+}
+
+// Returns the position, or kNever when the ring is full, which cells >= entries excludes for published groups.
+inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64_t descriptor, std::uint64_t sequence) {
+    Hot& hot = m.hot();
+    for (;;) {
+        const std::uint64_t t = hot.tail.load(std::memory_order_acquire);  // pairs with advance_tail
+        Word& cell = m.cell(t);
+        std::uint64_t w = cell.load(std::memory_order_acquire);  // pairs with the CAS below
+        // Both this second load and the tag test stay: tags can wrap.
+        if (hot.tail.load(std::memory_order_acquire) != t) continue;
+        const std::uint64_t tag = tag_at(m, t), seen = Cell::unpack(w).tag;
+        if (seen == tag) {
+            advance_tail(m, t);
+            continue;
+        }
+        if (seen != (tag + kTags - 1) % kTags) continue;
+        // The tag alone does not see a full ring. acquire: pairs with the taker's release of head, behind which the old
+        // group's TAKEN stands: whoever later finds this cell overwritten also finds TAKEN. Signed: a stale t may lie below head.
+        if (static_cast<std::int64_t>(t - hot.head.load(std::memory_order_acquire)) >=
+            static_cast<std::int64_t>(m.shape().cells)) {
+            if (hot.tail.load(std::memory_order_acquire) == t) return kNever;
+            continue;
+        }
+        // The publication. release: payload and descriptor, to the taker's and recovery's loads of the cell.
+        if (!cell.compare_exchange_strong(w, Cell{tag, worker, descriptor, sequence}.pack(), std::memory_order_release,
+                                          std::memory_order_relaxed))
+            continue;
+        advance_tail(m, t);
+        fire(m, t + 1);  // every publisher looks, whether it won or lost the tail
+        return t;
+    }
+}
+
+// ---- what a worker's descriptors hold, from single atomic words only
+
+// live[d]: published and not released. Index first, then the words: the other order would free a group that is taken in
+// between. The owner must be dead, or be the caller. acquire throughout: a cell pairs with its publisher's CAS; head with
+// the taker's release (the overwritten cell's TAKEN is seen below); TAKEN and RELEASED with the taker's stores.
+inline std::vector<char> live_descriptors(const Mapping& m, std::uint64_t worker) {
+    std::vector<char> live(m.shape().descriptors, 0);
+    const std::uint64_t head = m.hot().head.load(std::memory_order_acquire);
+    for (std::uint64_t i = 0; i < m.shape().cells; ++i) {
+        const Cell c = Cell::unpack(m.cell(head + i).load(std::memory_order_acquire));
+        if (c.tag == tag_at(m, head + i) && c.worker == worker && c.descriptor < live.size()) live[c.descriptor] = 1;
+    }
+    for (std::uint64_t d = 0; d < live.size(); ++d) {
+        const std::uint64_t state = m.descriptor(worker, d).word.load(std::memory_order_acquire) & kStateMask;
+        if (state == kTaken) live[d] = 1;
+        if (state == kReleased) live[d] = 0;
+    }
+    return live;
+}
+
+struct Recovered {
+    std::vector<std::uint64_t> published, reissued, failed;
+};
+
+// After the proven death of the worker's process. Writes nothing but exact CASes and hints, so it can be interrupted
+// anywhere and run again.
+//
+// A PUBLISHING word is published if and only if a live descriptor names that exact word. Deaths: before the index CAS no
+// live descriptor does (the descriptor was FREE before the word became PUBLISHING, and a FREE one counts only if the index
+// names it); after it, the index or TAKEN does. Against the taker at work: it makes the word DONE before it makes the
+// descriptor RELEASED, and the descriptors are read before the words here, so whoever reads RELEASED reads DONE too, or
+// fails its CAS. An undelivered group is never RELEASED (Lease.release refuses), so no RELEASED one can still be PUBLISHING.
+inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t max_deaths, std::uint64_t reason,
+                         bool count_death) {
+    check_range("recover: worker", worker, 0, m.shape().workers - 1);
+    check_range("recover: max_deaths", max_deaths, 0, kMaxDeaths - 1);
+    check_range("recover: reason", reason, 0, kMaxReason);
+    m.hot().idle.fetch_and(~(1ULL << worker),
+                           std::memory_order_seq_cst);  // pairs with idle_workers: the dead need no bell
+    const std::vector<char> live = live_descriptors(m, worker);
+    // Pairs: a delivered but unreleased group and a later one of the same entry may both be live.
+    std::set<std::pair<std::uint64_t, std::uint64_t>> published;
+    for (std::uint64_t d = 0; d < live.size(); ++d)
+        if (live[d]) published.emplace(m.descriptor(worker, d).entry, m.descriptor(worker, d).table_word);
+    Recovered result;
+    for (std::uint64_t e = 0; e < m.shape().entries; ++e) {
+        Word& word = m.table_word(e);
+        const std::uint64_t w = word.load(std::memory_order_acquire);  // pairs with hand_over
+        Entry entry = Entry::unpack(w);
+        if (entry.worker != worker || (entry.state != RUNNING && entry.state != PUBLISHING)) continue;
+        const std::uint64_t ticket = m.record(e).ticket.load(std::memory_order_relaxed);
+        if (entry.state == PUBLISHING && published.contains({e, w})) {
+            result.published.push_back(ticket);
+            continue;
+        }
+        entry.deaths += count_death ? 1 : 0;
+        const bool over = entry.deaths > max_deaths;
+        entry.state = over ? FAILED : READY;
+        entry.reason = over ? reason : 0;
+        if (!over) entry.worker = 0;
+        if (hand_over(word, w, entry.pack())) (over ? result.failed : result.reissued).push_back(ticket);
+    }
+    help_tail(m);
+    wake_taker(m);  // the dead may have owed a wake, between its CAS of wake_at and the futex
+    return result;
+}
+
+// ---- waiting, by the one taker
+
+inline std::int64_t now_ns() {
+    timespec t{};
+    ::clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<std::int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+inline bool several_cpus() {
+    static const bool several = [] {
+        cpu_set_t set;
+        return ::sched_getaffinity(0, sizeof set, &set) != 0 || CPU_COUNT(&set) > 1;
+    }();
+    return several;
+}
+
+inline bool reached(const Mapping& m, std::uint64_t target) {
+    // FIFO has no holes: the last cell being filled means that all before it are. The tail may lag behind it by one.
+    return filled(m, target - 1) || m.hot().tail.load(std::memory_order_seq_cst) >= target;  // seq_cst: see fire()
+}
+
+inline bool news_since(const Mapping& m, std::uint32_t seen) {
+    return m.hot().wake_sequence.load(std::memory_order_seq_cst) != seen;  // seq_cst: see wake_taker()
+}
+
+// Spins a little: a wake by futex costs about as much as is spun here. Pointless where the publisher needs this very CPU.
+inline void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
+    constexpr std::int64_t kSpinNs = 20000;
+    if (!several_cpus()) return;
+    for (const std::int64_t end = now_ns() + kSpinNs; now_ns() < end;) {
+        if (reached(m, target) || news_since(m, seen)) return;
+        for (int i = 0; i < 16; ++i) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+    }
+}
+
+// One bounded sleep. May return for any reason; the caller looks again.
+inline void sleep_slice(const Mapping& m, std::uint64_t target, std::uint32_t seen, std::int64_t ns) {
+    Word& wake_at = m.hot().wake_at;
+    wake_at.store(target, std::memory_order_seq_cst);  // arm, then look: pairs with fire() and wake_taker()
+    if (!reached(m, target) && !news_since(m, seen)) {
+        const timespec t{static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+        ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAIT, seen, &t, nullptr, 0);
+    }
+    wake_at.store(kNever, std::memory_order_seq_cst);
+}
+
+}  // namespace mprollout

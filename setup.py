@@ -1,0 +1,39 @@
+"""The extension alone; all else is in setup.cfg and pyproject.toml."""
+
+import os
+from glob import glob
+
+import nanobind
+from setuptools import Extension, setup
+
+root = os.path.dirname(nanobind.include_dir())
+
+setup(
+    ext_modules=[
+        Extension(
+            "mprollout._native",
+            sources=["native/binding.cpp", "native/nanobind.cpp"],
+            depends=sorted(glob("native/*.h")),
+            include_dirs=[
+                nanobind.include_dir(),
+                nanobind.source_dir(),
+                os.path.join(root, "ext", "robin_map", "include"),
+            ],
+            define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+            # As nanobind's CMake module does: its tables alias types, and its symbols must not meet another extension's.
+            extra_compile_args=[
+                "-std=c++20",
+                "-O2",
+                "-g0",
+                "-fvisibility=hidden",
+                "-fno-strict-aliasing",
+                "-ffunction-sections",
+                "-fdata-sections",
+                "-Wall",
+                "-Wextra",
+            ],
+            extra_link_args=["-Wl,--gc-sections", "-s"],
+            language="c++",
+        )
+    ]
+)

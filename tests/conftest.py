@@ -1,0 +1,84 @@
+"""What every test may use, and the watch that none leaves a process, shared memory or a temporary file behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_model import make_tiny_model
+
+session_processes: set[int] = set()
+"""Pids of processes that outlive a test on purpose (a fixture of wider scope owns them); their descendants are spared too."""
+
+_GRACE_S = 3.0
+"""How long the last of a test may take to go away."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_tmp() -> Iterator[Path]:
+    """A temporary folder of this session alone, so that a parallel run is not blamed on it. Short, for socket paths."""
+    folder = Path(tempfile.mkdtemp(prefix="mpt-"))
+    before, tempfile.tempdir = os.environ.get("TMPDIR"), None
+    os.environ["TMPDIR"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
+    tempfile.tempdir = None
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(private_tmp: Path) -> Iterator[None]:
+    """Fails a test that leaves a child process, a file in /dev/shm or `mprollout-*` in the temporary folder."""
+    looks: dict[str, Callable[[], set[str]]] = {
+        "processes": _processes,
+        "shared memory": _shared_memory,
+        "files": lambda: _files(private_tmp),
+    }
+    before = {what: look() for what, look in looks.items()}
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        left = {what: sorted(look() - before[what]) for what, look in looks.items()}
+        left = {what: names for what, names in left.items() if names}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind after {_GRACE_S} s: {left}")
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random Qwen2 checkpoint of 0.8 MB with tokenizer and chat template; EOS ids 2 and 7."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def _processes() -> set[str]:
+    spared, found = set(session_processes), set()
+    for process in psutil.Process().children(recursive=True):  # parents come before their children
+        try:
+            command = " ".join(process.cmdline())
+            if process.pid in spared or process.ppid() in spared:
+                spared.add(process.pid)
+            elif process.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:
+                found.add(f"{process.pid} {command[:120]}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("mprollout-*")}

@@ -1,0 +1,211 @@
+"""What the tests of `SGLangGenerator` do to one engine, which lives in a spawned process (see `serve`).
+
+Each scenario is a coroutine over the generator and returns plain data; the test that asks for it checks the data against transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from mprollout.config import SamplingConfig, SGLangConfig
+from mprollout.generator import GenerateRequest, Generation
+from mprollout.sglang_generator import SGLangGenerator
+from mprollout.weights import StagedWeights, stage
+
+_counter = iter(range(10**9))
+
+
+def request(prompt: list[int], n: int, request_id: str | None = None, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id or f"request-{next(_counter)}",
+        prompt_ids=prompt,
+        max_new_tokens=n,
+        sampling=SamplingConfig(**sampling),
+        seed=0,
+    )
+
+
+def plain(generation: Generation) -> dict[str, Any]:
+    return msgspec.structs.asdict(generation) | {"versions": [tuple(span) for span in generation.versions]}
+
+
+def weights(seed: int) -> StagedWeights:
+    from tiny_model import tiny_qwen2
+
+    return stage(tiny_qwen2(seed).state_dict())
+
+
+async def generate(
+    generator: SGLangGenerator, prompts: list[list[int]], n: int, **sampling: Any
+) -> list[dict[str, Any]]:
+    return [plain(g) for g in await asyncio.gather(*[generator.generate(request(p, n, **sampling)) for p in prompts])]
+
+
+async def update(generator: SGLangGenerator, seed: int, version: int, pause: str) -> float:
+    """Seconds that the update took."""
+    with weights(seed) as staged:
+        start = time.monotonic()
+        await generator.update_weights(staged, version, pause)  # type: ignore[arg-type]
+        return time.monotonic() - start
+
+
+async def update_while_running(
+    generator: SGLangGenerator, prompts: list[list[int]], n: int, seed: int, version: int, pause: str, after_s: float
+) -> tuple[float, list[dict[str, Any]]]:
+    """(seconds of the update, what each request gave), the update coming `after_s` after the requests."""
+    running = asyncio.gather(*[generator.generate(request(p, n, ignore_eos=True)) for p in prompts])
+    await asyncio.sleep(after_s)
+    took_s = await update(generator, seed, version, pause)
+    return took_s, [plain(g) for g in await asyncio.wait_for(running, 60)]
+
+
+async def update_with(
+    generator: SGLangGenerator, drop: str | None = None, add: str | None = None, version: int = 99
+) -> None:
+    import torch
+    from tiny_model import tiny_qwen2
+
+    state = dict(tiny_qwen2(0).state_dict())
+    if drop:
+        del state[drop]
+    if add:
+        state[add] = torch.zeros(3)
+    with stage(state) as staged:
+        await generator.update_weights(staged, version, "retract")
+
+
+async def update_that_fails(
+    generator: SGLangGenerator, prompt: list[int], version: int
+) -> tuple[float, str, str, bool]:
+    """(seconds, what the update says, what `check` says, whether a request waits): the scheduler gets a descriptor that it cannot open.
+
+    Runs after `kill_process`, so what that broke is forgotten first; control messages do not pass through the detokenizer.
+    """
+    generator._broken, generator._dead = None, asyncio.get_running_loop().create_future()
+    del generator._processes["detokenizer"]
+    said, start = [], time.monotonic()
+    with weights(0) as staged:
+        real, staged.fd = staged.fd, 10**6
+        for call in (generator.update_weights(staged, version, "retract"), asyncio.to_thread(generator.check)):
+            try:
+                await call
+            except RuntimeError as error:
+                said.append(str(error))
+        staged.fd = real
+    took_s = time.monotonic() - start
+    done, _ = await asyncio.wait([asyncio.create_task(generator.generate(request(prompt, 4)))], timeout=0.5)
+    return took_s, said[0], said[1], not done
+
+
+async def abort_one(generator: SGLangGenerator, prompt: list[int]) -> tuple[float, list[dict[str, Any]]]:
+    """(seconds from abort to answer, [aborted "id-1", untouched "id-10"])."""
+    tasks = [
+        asyncio.create_task(generator.generate(request(prompt, 400, request_id=name, ignore_eos=True)))
+        for name in ("id-1", "id-10")
+    ]
+    await asyncio.sleep(0.2)
+    start = time.monotonic()
+    await generator.abort("id-1")
+    first = await tasks[0]
+    took_s = time.monotonic() - start
+    return took_s, [plain(first), plain(await tasks[1])]
+
+
+async def abort_in_sleep(generator: SGLangGenerator, prompt: list[int]) -> list[dict[str, Any]]:
+    """Asleep: one that waits and one that runs are aborted, another that runs goes on after waking."""
+    running = [
+        asyncio.create_task(generator.generate(request(prompt, 300, request_id=name, ignore_eos=True)))
+        for name in ("a", "b")
+    ]
+    await asyncio.sleep(0.2)
+    await generator.sleep()
+    waiting = asyncio.create_task(generator.generate(request(prompt, 300, request_id="c", ignore_eos=True)))
+    await asyncio.sleep(0)
+    await generator.abort("a")
+    await generator.abort("c")
+    aborted = [await asyncio.wait_for(running[0], 10), await asyncio.wait_for(waiting, 10)]
+    await generator.wake()
+    return [plain(g) for g in [*aborted, await asyncio.wait_for(running[1], 60)]]
+
+
+async def cancel_then_ask(generator: SGLangGenerator, prompt: list[int]) -> tuple[int, list[dict[str, Any]]]:
+    """(requests that the engine still holds a second after a cancel, a fresh answer)."""
+    task = asyncio.create_task(generator.generate(request(prompt, 1500, ignore_eos=True)))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0.5)
+    return len(generator._manager.rid_to_state), await generate(generator, [prompt], 4)
+
+
+async def speed(generator: SGLangGenerator, prompt: list[int], samples: int, n: int) -> float:
+    """Tokens per second."""
+    start = time.monotonic()
+    await generate(generator, [prompt] * samples, n, ignore_eos=True)
+    return samples * n / (time.monotonic() - start)
+
+
+async def facts(generator: SGLangGenerator) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    return {
+        "context_length": generator.context_length,
+        "chat": generator.tokenizer.decode(generator.tokenizer.encode_chat(messages, None, {})),
+        "round_trip": generator.tokenizer.decode(generator.tokenizer.encode("What is 1 + 2?")),
+        "sigterm_is_ours": signal.getsignal(signal.SIGTERM) is _on_sigterm,
+        "log_handlers": [type(h).__name__ for h in logging.getLogger().handlers],
+        "loop_policy": type(asyncio.get_event_loop_policy()).__module__,
+        "tmp": os.listdir(os.environ["TMPDIR"]),
+        "shm": os.listdir("/dev/shm"),
+    }
+
+
+async def kill_process(generator: SGLangGenerator, process: str) -> str:
+    """What `check` says within 2 s after SIGKILL of the engine's process of this name."""
+    generator.check()
+    os.kill(generator._processes[process].pid, signal.SIGKILL)
+    for _ in range(20):
+        await asyncio.sleep(0.1)
+        try:
+            generator.check()
+        except RuntimeError as error:
+            return str(error)
+    return "check noticed nothing"
+
+
+def _on_sigterm(signum: int, frame: Any) -> None:
+    os._exit(3)
+
+
+def serve(pipe: Connection, model: str) -> None:
+    """Main function of the process: answers (scenario, arguments) with (result, None) or (None, error)."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    logging.getLogger().addHandler(logging.NullHandler())
+    asyncio.run(_serve(pipe, model))
+
+
+async def _serve(pipe: Connection, model: str) -> None:
+    generator = SGLangGenerator(SGLangConfig(model=model), devices=["cpu"], max_running_samples=32, seed=1)
+    try:
+        try:
+            await generator.start()
+        except Exception as error:
+            pipe.send((type(error).__name__, str(error)))
+            return
+        pipe.send(("started", None))
+        while (message := await asyncio.to_thread(pipe.recv)) is not None:
+            name, arguments = message
+            try:
+                pipe.send((await globals()[name](generator, **arguments), None))
+            except Exception as error:
+                pipe.send((None, (type(error).__name__, str(error), traceback.format_exc())))
+    finally:
+        await generator.close()

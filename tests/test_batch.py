@@ -1,0 +1,115 @@
+"""Views, packed and padded forms, over a real segment in this process."""
+
+import numpy as np
+import pytest
+
+import mprollout as mp
+from mprollout import _native
+from mprollout.batch import SCHEMA, Batch, Group, schema_bytes
+from mprollout.generator import VersionSpan
+from mprollout.ring import RolledSample, encode_group
+
+
+def sample(*ids, mask=None, versions=None, reason="stop"):
+    n = len(ids)
+    return RolledSample(
+        token_ids=list(ids),
+        logprobs=[-0.5 * i for i in range(n)],
+        loss_mask=mask or [1] * n,
+        finish_reason=reason,
+        versions=versions if versions is not None else ([VersionSpan(7, 0, n)] if n else []),
+    )
+
+
+GROUPS = [
+    ([1, 2], [sample(3, 4, 5, versions=[VersionSpan(7, 0, 2), VersionSpan(8, 2, 3)]), sample(), sample(6, reason="length")], [1.0, 0.0, -1.0]),
+    ([9], [sample(10, 11, mask=[0, 1])], [0.5]),
+]
+
+
+@pytest.fixture
+def batch():
+    segment = _native.Segment.create(
+        workers=1, entries=4, cells=4, descriptors=8, arena_bytes=65536, max_group_bytes=8192, max_prompt_bytes=64, schema=schema_bytes()
+    )
+    admitter, producer, consumer = _native.Admitter(segment), _native.Producer(segment, 0), _native.Consumer(segment)
+    leases = []
+    for ticket, (prompt, samples, rewards) in enumerate(GROUPS):
+        assert admitter.admit(ticket, b"row")
+        assert producer.publish(producer.claim(), encode_group([ticket, 7, 1, 2], prompt, samples, rewards))
+        leases.append(consumer.take())
+    consumer.deliver(leases)
+    batch = Batch([Group(lease) for lease in leases])
+    yield batch
+    del leases
+    batch.release()
+    consumer.close()
+    segment.close()
+
+
+def test_samples_are_the_ones_published(batch):
+    for group, (prompt, samples, rewards) in zip(batch, GROUPS, strict=True):
+        assert group.prompt_ids.tolist() == prompt and group.rewards.tolist() == rewards
+        for got, want, reward in zip(group.samples, samples, rewards, strict=True):
+            assert got.token_ids.tolist() == want.token_ids and got.logprobs.tolist() == want.logprobs
+            assert got.loss_mask.tolist() == want.loss_mask and got.versions == want.versions
+            assert (got.reward, got.finish_reason) == (reward, want.finish_reason)
+
+
+def test_token_versions_follow_the_runs_across_samples(batch):
+    assert batch[0].token_versions.tolist() == [7, 7, 8, 7]
+    assert batch[1].token_versions.tolist() == [7, 7]
+
+
+def test_views_share_the_rings_memory_and_are_read_only(batch):
+    """slime#1709, verl#2847: views, no copy until asked."""
+    first, again = batch[0].field("token_ids"), batch[0].field("token_ids")
+    assert np.shares_memory(first, again) and np.shares_memory(first, batch[0].samples[0].token_ids)
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+
+
+def test_packed_puts_prompt_then_completion_without_padding(batch):
+    packed = batch.packed()
+    assert packed.token_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 1, 2, 6, 9, 10, 11]
+    assert packed.cu_seqlens.tolist() == [0, 5, 7, 10, 13]
+    assert packed.prompt_lengths.tolist() == [2, 2, 2, 1]
+    assert packed.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1]
+    assert packed.versions.tolist() == [-1, -1, 7, 7, 8, -1, -1, -1, -1, 7, -1, 7, 7]
+    assert packed.logprobs.tolist() == [0, 0, 0, -0.5, -1, 0, 0, 0, 0, 0, 0, 0, -0.5]
+    assert packed.group_index.tolist() == [0, 0, 0, 1] and packed.rewards.tolist() == [1, 0, -1, 0.5]
+
+
+def test_padded_is_packed_in_rows(batch):
+    padded, packed = batch.padded(pad_token_id=99), batch.packed()
+    assert padded.token_ids.tolist() == [[1, 2, 3, 4, 5], [1, 2, 99, 99, 99], [1, 2, 6, 99, 99], [9, 10, 11, 99, 99]]
+    for name in ("token_ids", "logprobs", "loss_mask", "versions"):
+        assert getattr(padded, name)[padded.attention_mask == 1].tolist() == getattr(packed, name).tolist()
+
+
+def test_torch_forms_share_memory_with_numpy(batch):
+    packed = batch.packed()
+    tensors = packed.torch()
+    tensors["rewards"][0] = 42
+    assert packed.rewards[0] == 42 and tensors["token_ids"].shape == (13,)
+
+
+def test_a_view_kept_past_release_never_changes_and_release_says_so(batch):
+    """spdl#1636, dora#1833."""
+    kept = batch[0].samples[0].token_ids
+    with pytest.warns(mp.LeaseWarning, match="1 views of tickets"):
+        batch.release()
+    assert kept.tolist() == [3, 4, 5]
+    with pytest.raises(mp.BatchReleased, match="ticket 0"):
+        batch[0].rewards  # noqa: B018
+
+
+def test_lengths_that_do_not_match_are_an_error_never_padded():
+    bad = sample(1, 2)
+    bad.logprobs.pop()
+    with pytest.raises(ValueError, match="sample 0: 2 token ids, 1 logprobs"):
+        encode_group([0, 0, 0, 0], [1], [bad], [0.0])
+
+
+def test_the_schema_in_the_segment_names_every_field():
+    assert [field.name for field in SCHEMA][:3] == ["meta", "prompt_ids", "lengths"] and b'"logprobs"' in schema_bytes()

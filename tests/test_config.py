@@ -1,0 +1,57 @@
+"""Settings: each rule names field, rule and value."""
+
+import pytest
+
+import mprollout as mp
+from mprollout.ring import plan
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mp.SamplingConfig(group_size=0), r"SamplingConfig.group_size must be an integer >= 1; got 0"),
+        (lambda: mp.SamplingConfig(group_size="8"), r"group_size must be an integer >= 1; got '8'"),
+        (lambda: mp.SamplingConfig(temperature=-1), r"temperature must be >= 0"),
+        (lambda: mp.GateConfig(max_lag=1), r"max_lag needs groups_per_update"),
+        (lambda: mp.GateConfig(max_live_groups=0), r"max_live_groups must be an integer >= 1 or None; got 0"),
+        (lambda: mp.SourceConfig(), r"exactly one of path, rows, reasoning_gym; got none"),
+        (lambda: mp.SourceConfig(path="a", rows=[]), r"exactly one of .*got \['path', 'rows'\]"),
+        (lambda: mp.RewardConfig("math", timeout_s=0), r"timeout_s must be a finite number of seconds > 0; got 0"),
+        (lambda: mp.RewardConfig("math", timeout_s=float("nan")), r"timeout_s"),
+        (lambda: mp.WorkerConfig(devices=[]), r"devices must be a list of 1 to 64 entries"),
+        (lambda: mp.SimulatedConfig(faults={"explode": 1.0}), r"faults must be of exception, abort, swallow, die"),
+    ],
+)
+def test_a_broken_rule_names_field_rule_and_value(make, message):
+    with pytest.raises(mp.ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("biased", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 0}])
+def test_sampling_that_biases_logprobs_is_refused_unless_allowed(biased):
+    with pytest.raises(mp.BiasedLogprobs, match=next(iter(biased))):
+        mp.SamplingConfig(**biased)
+    mp.SamplingConfig(**biased, allow_biased_logprobs=True)
+
+
+def make(**parts):
+    return mp.EngineConfig(
+        source=mp.SourceConfig(path="-", max_prompt_tokens=100),
+        generator=mp.SimulatedConfig(),
+        reward=mp.RewardConfig("exact"),
+        **parts,
+    )
+
+
+def test_the_plan_holds_worst_case_groups_for_whatever_one_worker_may_keep():
+    strict = plan(make(gate=mp.GateConfig(groups_per_update=8, max_lag=1), workers=mp.WorkerConfig(devices=[0, 1])))
+    assert strict.max_live_groups == strict.entries == 16 and strict.cells == 16
+    # In ticket order one worker may keep all 16 live groups and 8 leased ones, with holes between them.
+    assert strict.arena_bytes >= 2 * (16 + 8) * strict.max_group_bytes
+
+
+def test_sizes_that_could_not_deliver_are_refused_with_the_numbers():
+    with pytest.raises(mp.ConfigError, match=r"arena_bytes=8,192 must hold at least two groups of max_group_bytes=[\d,]+"):
+        plan(make(ring=mp.RingConfig(arena_bytes=8192)))
+    with pytest.raises(mp.ConfigError, match="two batches of groups_per_update=64"):
+        plan(make(ring=mp.RingConfig(arena_bytes=10**6, max_group_bytes=50_000), gate=mp.GateConfig(groups_per_update=64)))

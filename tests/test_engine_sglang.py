@@ -1,0 +1,143 @@
+"""The whole path on the real engine: two SGLang workers on the tiny model, one engine for all tests of this file.
+
+What one SGLang engine does by itself is in test_sglang_generator.py; here is what only the path shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import pytest
+from conftest import session_processes
+from engines import length, until
+
+import mprollout as mp
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    config = mp.EngineConfig(
+        source=mp.SourceConfig(rows=[{"prompt": f"Q: what is {i} + {i + 1}?"} for i in range(64)], answer_field=None),
+        generator=mp.SGLangConfig(model=str(tiny_model), device="cpu", dtype="float32"),
+        sampling=mp.SamplingConfig(group_size=4, max_new_tokens=TOKENS, ignore_eos=True),
+        reward=mp.RewardConfig(length),
+        workers=mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16),
+        gate=mp.GateConfig(max_live_groups=12),
+    )
+    with mp.RolloutEngine(config) as engine:
+        owned = {child.pid for child in psutil.Process().children() if "mprollout.keeper" in " ".join(child.cmdline())}
+        session_processes.update(owned)
+        yield engine
+    session_processes.difference_update(owned)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model):
+    """Version -> the transformers model with those weights."""
+    from transformers import AutoModelForCausalLM
+
+    return {0: AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").eval()}
+
+
+def perturbed(model, seed):
+    import copy
+
+    import torch
+
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
+
+
+def recomputed(model, prompt_ids, token_ids):
+    import torch
+
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt_ids, *token_ids]])
+        logprobs = model(ids).logits[0].log_softmax(-1)
+        at = torch.arange(len(prompt_ids) - 1, ids.shape[1] - 1)
+        return logprobs[at, ids[0, len(prompt_ids) :]].numpy()
+
+
+def check_group(group, models):
+    """Every token's logprob is that of the weights whose version it carries."""
+    prompt_ids = group.prompt_ids.tolist()
+    for sample in group.samples:
+        ids, got = sample.token_ids.tolist(), sample.logprobs
+        want = np.empty(len(ids), np.float32)
+        for version, start, end in sample.versions:
+            want[start:end] = recomputed(models[version], prompt_ids, ids)[start:end]
+        np.testing.assert_allclose(got, want, atol=1e-4)
+        del got
+
+
+def test_delivered_logprobs_are_those_of_transformers(engine, models):
+    with engine.get(4, timeout=120) as batch:
+        assert all(len(group) == 4 and group.rewards.tolist() == [TOKENS] * 4 for group in batch)
+        for group in batch:
+            check_group(group, models)
+
+
+def test_both_workers_generate_and_draw_different_samples(engine):
+    completions, workers = set(), set()
+    for _ in range(8):
+        with engine.get(4, timeout=120) as batch:
+            for group in batch:
+                workers.add(group.worker)
+                completions |= {tuple(sample.token_ids.tolist()) for sample in group.samples}
+    assert workers == {0, 1} and len(completions) == 8 * 4 * 4
+
+
+def test_a_long_request_spans_two_versions_instead_of_being_drained(engine, models):
+    """vllm#54443: new weights reach running requests; each token's logprob matches the version it is stamped with."""
+    until(lambda: engine.stats().running_samples >= 8, "requests are running")
+    version = engine.policy_version + 1
+    models[version] = perturbed(models[engine.policy_version], seed=version)
+    finished = engine.stats().taken
+    assert engine.update_weights(models[version].state_dict()) == version
+    mixed = 0
+    while engine.stats().taken < finished + 24:
+        with engine.get(4, timeout=120) as batch:
+            for group in batch:
+                check_group(group, models)
+                mixed += sum(len(sample.versions) == 2 for sample in group.samples)
+    assert mixed > 0
+    with engine.get(4, timeout=120) as batch:
+        assert all((group.token_versions == version).all() for group in batch), "all new tokens come from the new weights"
+
+
+def test_greedy_evaluation_uses_the_pushed_weights(engine, models):
+    import torch
+
+    greedy = mp.SamplingConfig(group_size=1, max_new_tokens=8, temperature=0, allow_biased_logprobs=True, ignore_eos=True)
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    result = engine.evaluate([{"prompt": ids} for ids in prompts], greedy, timeout=60)
+    assert result.versions == [engine.policy_version]
+    for ids, (got,) in zip(prompts, result.token_ids, strict=True):
+        with torch.no_grad():
+            want = models[engine.policy_version].generate(torch.tensor([ids]), do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=3)
+        assert got == want[0, len(ids) :].tolist()
+
+
+def test_the_workers_run_within_their_limits(engine):
+    stats = engine.stats()
+    assert all(worker.peak_running_samples <= 16 for worker in stats.workers) and stats.live <= 12
+    assert engine.audit()["taken"] == stats.taken
+
+
+def test_a_folder_that_is_no_model_is_a_clear_error(tmp_path):
+    config = mp.EngineConfig(
+        source=mp.SourceConfig(rows=[{"prompt": "x"}]),
+        generator=mp.SGLangConfig(model=str(tmp_path), device="cpu"),
+        reward=mp.RewardConfig("exact"),
+        workers=mp.WorkerConfig(devices=["cpu"]),
+    )
+    with pytest.raises(mp.WorkerStartError, match=str(tmp_path)), mp.RolloutEngine(config):
+        pass

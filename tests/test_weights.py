@@ -1,0 +1,173 @@
+"""Staged weights: whole, sealed, checked, and gone when anything goes wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mprollout.weights import StagedWeights, check_parameters, checkpoint_shapes, stage
+
+torch = pytest.importorskip("torch")
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "fp32": torch.randn(33, 7),
+        "bf16": torch.randn(5).bfloat16(),
+        "fp16": torch.randn(2, 3, 4).half(),
+        "int64": torch.arange(9),
+        "int8": torch.arange(3, dtype=torch.int8),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "transposed": torch.randn(4, 6).t(),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+    }
+
+
+def memory_files() -> int:
+    return sum(
+        "mprollout-weights" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)
+    )
+
+
+def _open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+@pytest.fixture(autouse=True)
+def no_memory_file_left() -> Iterator[None]:
+    before = memory_files()
+    yield
+    assert memory_files() == before
+
+
+def test_tensors_come_back_as_they_were() -> None:
+    given = state()
+    with stage(given) as weights:
+        assert weights.names == list(given)
+        assert weights.shapes["transposed"] == (6, 4)
+        assert weights.nbytes == sum(t.nbytes for t in given.values())
+        for name, tensor in weights.tensors():
+            assert tensor.dtype == given[name].dtype, name
+            assert torch.equal(tensor, given[name]), name
+
+
+def test_another_process_opens_the_descriptor() -> None:
+    with stage(state()) as weights:
+        program = (
+            "import sys, os; from mprollout.weights import StagedWeights; w = StagedWeights.open(int(sys.argv[1]))\n"
+            "assert 'torch' not in sys.modules; print({n: t.double().sum().item() for n, t in w.tensors()}['fp32'])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(weights.fd)],
+            pass_fds=[weights.fd],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert float(done.stdout) == state()["fp32"].double().sum().item(), done.stderr
+
+
+def test_memory_is_sealed_and_private() -> None:
+    with stage(state()) as weights:
+        assert os.fstat(weights.fd).st_mode & 0o777 == 0o600
+        with pytest.raises(PermissionError):
+            os.pwrite(weights.fd, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(weights.fd, 1)
+
+
+def test_stream_that_raises_midway_leaves_nothing() -> None:
+    """An update's source that raises at the third bucket (C46)."""
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(1000)
+        raise ConnectionError("the trainer's shard 3 is gone")
+
+    with pytest.raises(ConnectionError, match="shard 3"):
+        stage(stream())
+
+
+def test_tensors_stay_valid_after_close() -> None:
+    with stage(state()) as weights:
+        tensor = dict(weights.tensors())["fp32"]
+    assert torch.equal(tensor, state()["fp32"])
+    with pytest.raises(ValueError, match="closed"):
+        next(weights.tensors())
+
+
+def test_checkpoint_folder(tiny_model: Path) -> None:
+    from safetensors.torch import load_file
+
+    expected = load_file(tiny_model / "model.safetensors")
+    with stage(tiny_model) as weights:
+        assert weights.shapes == checkpoint_shapes(tiny_model)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.tensors())
+
+
+def test_tied_weights_are_staged_under_each_name() -> None:
+    tensor = torch.randn(4, 4)
+    with stage({"embed": tensor, "lm_head": tensor}) as weights:
+        assert weights.names == ["embed", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (lambda: iter([("a", torch.ones(1)), ("a", torch.ones(1))]), "'a' comes twice"),
+        (lambda: {"c": torch.ones(1, dtype=torch.complex64)}, "'c' has dtype complex64"),
+        (lambda: "/nonexistent", "holds no .safetensors"),
+    ],
+)
+def test_refused_sources(source: object, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        stage(source())  # type: ignore[operator]
+
+
+def _forged(change: object) -> int:
+    """A sealed copy of staged weights with a change made to its bytes."""
+    with stage({"a": torch.arange(100.0)}) as weights:
+        content = bytearray(os.pread(weights.fd, 1 << 20, 0))
+    fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+    os.write(fd, change(content))  # type: ignore[operator]
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 15)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda b: bytes([b[0] ^ 1]) + b[1:], "checksum"),
+        (lambda b: b[:-1] + b"?", "magic"),
+        (lambda b: b[:-30], "magic"),
+        (lambda b: b"", "at least 24"),
+    ],
+)
+def test_damaged_memory_is_refused(change: object, complaint: str) -> None:
+    fd = _forged(change)
+    with pytest.raises(ValueError, match=complaint):
+        StagedWeights.open(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)  # it was owned, and closed
+
+
+def test_unsealed_memory_is_refused() -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    with pytest.raises(ValueError, match="seals"):
+        StagedWeights.open(fd)
+
+
+def test_check_parameters_spares_optional_names() -> None:
+    expected = {"a": (1,), "lm_head": (2,)}
+    check_parameters({"a": (1,)}, expected, ["lm_head"])
+    check_parameters(expected, expected, ["lm_head"])
+    with pytest.raises(ValueError, match="lm_head is missing"):
+        check_parameters({"a": (1,)}, expected)
