@@ -30,7 +30,7 @@ _HOMES = {
         "WeightsConfig",
         "WorkerConfig",
     ),
-    "engine": ("EngineStats", "EvaluationResult", "RolloutEngine"),
+    "engine": ("EvaluationResult", "RolloutEngine"),
     "errors": (
         "BatchReleased",
         "BiasedLogprobs",
@@ -60,6 +60,7 @@ _HOMES = {
     "reward": ("RewardInput",),
     "rollout": ("Session",),
     "source": ("Prompt", "PromptSource"),
+    "stats": ("EngineStats", "WorkerStats"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)  # noqa: PLE0605
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
         WeightsConfig,
         WorkerConfig,
     )
-    from mprollout.engine import EngineStats, EvaluationResult, RolloutEngine
+    from mprollout.engine import EvaluationResult, RolloutEngine
     from mprollout.errors import (
         BatchReleased,
         BiasedLogprobs,
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from mprollout.reward import RewardInput
     from mprollout.rollout import Session
     from mprollout.source import Prompt, PromptSource
+    from mprollout.stats import EngineStats, WorkerStats
 
 
 def __getattr__(name: str) -> Any:

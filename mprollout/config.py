@@ -15,6 +15,7 @@ import msgspec
 
 from mprollout.errors import BiasedLogprobs, ConfigError
 
+
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shared behaviour of every part: `_require` for rules."""
 

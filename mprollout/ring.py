@@ -18,12 +18,11 @@ from typing import Any
 import msgspec
 
 from mprollout.batch import SCHEMA, schema_bytes
-from mprollout.config import EngineConfig, SGLangConfig
+from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.generator import FINISH_REASONS, VersionSpan
 
 SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
-_FIELD_BYTES = 64 * (len(SCHEMA) + 4)  # alignment of each field, and the extent's own header
 
 
 class WorkerWord(enum.IntEnum):
@@ -86,9 +85,7 @@ def plan(config: EngineConfig) -> Plan:
         live = max(2 * batch, 2 * workers * -(-config.workers.max_running_samples // sampling.group_size))
     # A prompt has at most as many tokens as bytes (every token of a byte-level vocabulary stands for one byte or more).
     prompt_tokens = config.source.max_prompt_tokens or min(_context_length(config) or 1 << 30, config.ring.max_prompt_bytes)
-    sample_bytes = sampling.max_new_tokens * (4 + 4 + 1) + SPANS_PER_SAMPLE * (8 + 4) + 4 + 4 + 1 + 4
-    worst = _FIELD_BYTES + 4 * prompt_tokens + sampling.group_size * sample_bytes
-    max_group_bytes = config.ring.max_group_bytes or _round_up(worst, 64)
+    max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(sampling, prompt_tokens)
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
     kept = live if gate.max_lag is not None else max(-(-live // workers), batch)
@@ -218,6 +215,19 @@ class RolledSample(msgspec.Struct, kw_only=True):
     loss_mask: list[int]
     finish_reason: Any
     versions: list[VersionSpan]
+
+
+def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int) -> int:
+    from mprollout import _native
+
+    counts = {
+        "group": 4,
+        "prompt_token": prompt_tokens,
+        "sample": sampling.group_size,
+        "token": sampling.group_size * sampling.max_new_tokens,
+        "span": sampling.group_size * SPANS_PER_SAMPLE,
+    }
+    return _native.group_bytes([counts[field.per] * int(field.dtype[-1]) for field in SCHEMA])
 
 
 def _round_up(value: int, to: int) -> int:

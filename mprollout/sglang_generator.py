@@ -72,7 +72,7 @@ class SGLangGenerator(Generator):
         self._expected: dict[str, tuple[int, ...]] = {}
         self._optional: set[str] = set()
         self._running: dict[str, asyncio.Task[Any]] = {}
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._asleep: set[str] = set()
         self._updating = asyncio.Lock()
         self._open = asyncio.Event()
@@ -94,12 +94,11 @@ class SGLangGenerator(Generator):
             )
         patch_spawn()
         if self._device == "cpu":
-            os.environ.setdefault(
-                "OMP_NUM_THREADS", "1"
-            )  # two engines on two cores: 5 times faster than with torch's default
+            # Two engines on two cores are five times faster so than with torch's default.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
             _install_standins()
         os.environ.setdefault("TQDM_DISABLE", "1")
-        with _our_signals_logging_and_policy():
+        with _our_logging_and_policy():
             engine_type, self._io = _import_sglang()
             self._previous_sigquit = signal.getsignal(signal.SIGQUIT)
             self._engine = engine_type(**self._engine_args())
@@ -136,19 +135,18 @@ class SGLangGenerator(Generator):
             )
         if rid in self._running or rid in self._waiting:
             raise ValueError(f"request id {rid!r} is already in use")
-        if not self._open.is_set() and not await self._until_open(rid):
-            return Generation(token_ids=[], logprobs=[], finish_reason="abort", versions=[])
+        while not self._open.is_set():
+            if await self._aborted_at_the_gate(rid):
+                return Generation(token_ids=[], logprobs=[], finish_reason="abort", versions=[])
         self._running[rid] = asyncio.current_task()  # type: ignore[assignment]
         try:
-            answer = await anext(self._manager.generate_request(self._engine_request(request), None))
+            answers = [answer async for answer in self._manager.generate_request(self._engine_request(request), None)]
         finally:
             del self._running[rid]
-        return _generation(answer)
+        return _generation(answers[-1])
 
     async def abort(self, request_id: str | None = None) -> None:
-        for rid in list(self._waiting) if request_id is None else [request_id]:
-            if rid in self._waiting:
-                self._waiting[rid].set()
+        self._let_go(aborted=True, request_id=request_id)
         for rid in list(self._running) if request_id is None else [request_id]:
             if rid in self._running:
                 self._manager.abort_request(_engine_rid(rid))
@@ -162,10 +160,8 @@ class SGLangGenerator(Generator):
         """
         async with self._updating:
             self._refuse_if_broken()
-            if not self._expected:
-                self._expected = dict(
-                    weights.shapes
-                )  # a checkpoint without safetensors: the first update is the reference
+            if not self._expected:  # a checkpoint without safetensors: the first update is the reference
+                self._expected = dict(weights.shapes)
             check_parameters(weights.shapes, self._expected, self._optional)
             if "weights" in self._asleep:
                 raise RuntimeError("the engine's weights are asleep: wake(['weights']) before an update")
@@ -237,8 +233,7 @@ class SGLangGenerator(Generator):
         self._receiver.cancel()
         for task in self._running.values():
             task.cancel()
-        for event in self._waiting.values():
-            event.set()
+        self._let_go(aborted=True)
         processes, self._processes = list(self._processes.values()), {}
         for process in processes:
             asyncio.get_running_loop().remove_reader(process.sentinel)
@@ -266,6 +261,7 @@ class SGLangGenerator(Generator):
             "max_running_requests": self._max_running_samples,
             "weight_version": "0",
             "skip_server_warmup": True,
+            "sleep_on_idle": True,  # else the scheduler spins on one core while there is nothing to do
             # SGLang's processes report a failure by SIGQUIT, and its own handler then kills this process without a word.
             "custom_sigquit_handler": _ignore,
             "log_level": "error",
@@ -323,14 +319,18 @@ class SGLangGenerator(Generator):
             },
         )
 
-    async def _until_open(self, rid: str) -> bool:
-        """Wait for the gate; False: aborted meanwhile."""
-        event = self._waiting[rid] = asyncio.Event()
+    async def _aborted_at_the_gate(self, rid: str) -> bool:
+        """Wait until the gate may be open again (False) or the request is aborted (True)."""
+        self._waiting[rid] = asyncio.get_running_loop().create_future()
         try:
-            await event.wait()
-            return self._open.is_set()
+            return await self._waiting[rid]
         finally:
             del self._waiting[rid]
+
+    def _let_go(self, aborted: bool, request_id: str | None = None) -> None:
+        for rid, future in self._waiting.items():
+            if request_id in (None, rid) and not future.done():
+                future.set_result(aborted)
 
     # -- pausing and updating ------------------------------------------------------------------------------------------
 
@@ -374,8 +374,7 @@ class SGLangGenerator(Generator):
         request = self._io.ContinueGenerationReqInput(torch_empty_cache=self._device == "cuda")
         await self._within(_CONTROL_TIMEOUT_S, "continue", self._manager.continue_generation(request))
         self._open.set()
-        for event in self._waiting.values():
-            event.set()
+        self._let_go(aborted=False)
 
     # -- failing -------------------------------------------------------------------------------------------------------
 
@@ -471,7 +470,7 @@ def _install_standins() -> None:
 
 
 @contextlib.contextmanager
-def _our_signals_logging_and_policy() -> Iterator[None]:
+def _our_logging_and_policy() -> Iterator[None]:
     """Undo what importing and starting SGLang does to this process's logging and event-loop policy."""
     root = logging.getLogger()
     handlers, level, policy = root.handlers[:], root.level, asyncio.get_event_loop_policy()

@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 _FOOTER = struct.Struct("<QQ8s")
 _MAGIC = b"mpweigh1"
-_SEALS = (
-    fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-    if hasattr(fcntl, "F_SEAL_SEAL")
-    else 15
-)
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PINNED_BYTES = 64 << 20
 """Piece of a GPU tensor on its way through pinned memory."""
 _WRITE_BYTES = 1 << 20

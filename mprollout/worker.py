@@ -296,7 +296,7 @@ class RolloutWorker:
                 assert error is not None
                 error.add_note(f"sample {index} of {size}, ticket {claim.ticket}, attempt {claim.attempt}, worker {self.index}")
                 raise error
-            for index, error in failed.items():
+            for error in failed.values():
                 assert error is not None
                 self._note(claim, reason_of(error), error, final=False)
         finally:

@@ -154,6 +154,17 @@ async def speed(generator: SGLangGenerator, prompt: list[int], samples: int, n: 
     return samples * n / (time.monotonic() - start)
 
 
+async def idle_cpu(generator: SGLangGenerator, seconds: float) -> dict[str, float]:
+    """Share of a core that each process uses while nothing runs: the engine's by their names, and this one's."""
+    import psutil
+
+    processes = {name: psutil.Process(process.pid) for name, process in generator._processes.items()}
+    processes["worker"] = psutil.Process()
+    before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+    await asyncio.sleep(seconds)
+    return {name: (sum(process.cpu_times()[:2]) - before[name]) / seconds for name, process in processes.items()}
+
+
 async def facts(generator: SGLangGenerator) -> dict[str, Any]:
     messages = [{"role": "user", "content": "hi"}]
     return {

@@ -14,7 +14,7 @@ from mprollout.ring import plan
         (lambda: mp.SamplingConfig(temperature=-1), r"temperature must be >= 0"),
         (lambda: mp.GateConfig(max_lag=1), r"max_lag needs groups_per_update"),
         (lambda: mp.GateConfig(max_live_groups=0), r"max_live_groups must be an integer >= 1 or None; got 0"),
-        (lambda: mp.SourceConfig(), r"exactly one of path, rows, reasoning_gym; got none"),
+        (mp.SourceConfig, r"exactly one of path, rows, reasoning_gym; got none"),
         (lambda: mp.SourceConfig(path="a", rows=[]), r"exactly one of .*got \['path', 'rows'\]"),
         (lambda: mp.RewardConfig("math", timeout_s=0), r"timeout_s must be a finite number of seconds > 0; got 0"),
         (lambda: mp.RewardConfig("math", timeout_s=float("nan")), r"timeout_s"),

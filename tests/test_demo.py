@@ -21,6 +21,8 @@ from mprollout.demo.display import Display
 from mprollout.demo.run import DemoResult, run_demo
 from mprollout.errors import ConfigError, MprolloutError
 
+pytestmark = pytest.mark.timeout(300)  # the warm-up takes 10 s of CPU time, more of the clock on a busy machine
+
 
 @pytest.fixture(scope="session")
 def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -208,9 +210,10 @@ def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], me
         DemoArgs(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        models.checkpoint(str(tmp_path), "sort", 0)
+def test_a_folder_that_is_no_checkpoint_is_named_and_leaves_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' has no config.json"):
+        run_demo(DemoArgs(model=str(tmp_path), task="sort", out=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_engine_is_configured_as_asked(tmp_path: Path) -> None:

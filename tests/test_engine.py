@@ -52,7 +52,7 @@ def test_get_takes_exactly_n_and_leaves_the_surplus_in_order():
     """slime#2238: 10 ready, get(4) twice: the first 4, then the next 4; 2 stay; none is lost."""
     with mp.RolloutEngine(config(rows=10)) as engine:
         until(lambda: engine.stats().pending == 10, "10 groups pending")
-        order = [row[0] for row in engine._segment.table()]
+        order = [row[0] for row in engine._attendant.segment.table()]
         with engine.get(4) as first, engine.get(4) as second:
             taken = first.tickets + second.tickets
         assert engine.stats().pending == 2
@@ -83,7 +83,7 @@ def test_an_idle_trainer_never_sees_more_than_the_live_limit():
         until(lambda: engine.stats().pending == 3, "3 groups pending")
         for _ in range(50):
             stats = engine.stats()
-            assert stats.live == 3 and stats.admitted == 3 and len(engine._segment.table()) == 3
+            assert stats.live == 3 and stats.admitted == 3 and len(engine._attendant.segment.table()) == 3
         assert len(drain(engine, 3)) == 40
 
 
@@ -139,7 +139,7 @@ def test_a_prompt_that_always_fails_ends_failed_and_the_others_are_served():
     with mp.RolloutEngine(config(reward=mp.RewardConfig(engines.broken_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))) as engine:
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
         assert engine.stats().outcomes == {"taken": 39, "failed:reward": 1}
-        assert "row 3 is poison" in engine._notes[3].error
+        assert "row 3 is poison" in engine._attendant.notes[3].error
 
 
 def test_a_broken_reward_raises_its_own_traceback_in_get():
@@ -155,7 +155,7 @@ def test_a_broken_reward_raises_its_own_traceback_in_get():
 def test_a_nan_reward_is_an_error_with_the_sample_never_zero():
     with mp.RolloutEngine(config(reward=mp.RewardConfig(engines.nan_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))) as engine:
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
-        assert "nan" in engine._notes[3].error and "sample 1" in engine._notes[3].error
+        assert "nan" in engine._attendant.notes[3].error and "sample 1" in engine._attendant.notes[3].error
 
 
 def test_a_wrong_number_of_rewards_is_an_error():
@@ -200,8 +200,8 @@ def test_a_worker_killed_while_starting_is_started_again():
     engine = mp.RolloutEngine(config(generator=mp.SimulatedConfig(start_s=0.8)))
     thread = threading.Thread(target=engine.start)
     thread.start()
-    until(lambda: len(engine._states) == 2, "both workers are starting")
-    os.kill(engine._states[0].pid, signal.SIGKILL)
+    until(lambda: engine._attendant and len(engine._attendant.states) == 2, "both workers are starting")
+    os.kill(engine._attendant.states[0].pid, signal.SIGKILL)
     thread.join(30)
     try:
         assert engine.stats().workers[0].restarts == 1
@@ -328,7 +328,7 @@ def test_a_group_beyond_its_extent_fails_with_both_sizes_and_the_ring_goes_on():
         tickets = drain(engine, 1)
         outcomes = engine.stats().outcomes
         assert outcomes["taken"] == len(tickets) > 0 and outcomes["failed:too_large"] == 40 - len(tickets) > 0
-        assert any("4,096" in note.error or "4096" in note.error for note in engine._notes.values())
+        assert any("4,096" in note.error or "4096" in note.error for note in engine._attendant.notes.values())
 
 
 def test_a_step_completes_although_a_group_failed_for_good():
@@ -368,9 +368,9 @@ def test_a_get_that_credit_can_never_meet_raises_at_once_with_the_numbers():
 def test_an_update_without_its_groups_is_refused_under_a_lag_bound():
     import torch
 
-    with mp.RolloutEngine(config(gate=mp.GateConfig(groups_per_update=4, max_lag=1))) as engine:
-        with pytest.raises(mp.ConfigError, match="update_weights refused"):
-            engine.update_weights({"w": torch.zeros(1)})
+    gate = mp.GateConfig(groups_per_update=4, max_lag=1)
+    with mp.RolloutEngine(config(gate=gate)) as engine, pytest.raises(mp.ConfigError, match="update_weights refused"):
+        engine.update_weights({"w": torch.zeros(1)})
 
 
 def test_the_gate_can_wait_for_the_first_weights():
@@ -416,8 +416,7 @@ def test_a_get_that_only_a_release_could_meet_says_so():
     with mp.RolloutEngine(config(rows=1000)) as engine:
         kept = []
         with pytest.raises(mp.RingStarved, match="taken groups were not released"):
-            while True:
-                kept.append(engine.get(4, timeout=20))
+            kept.extend(iter(lambda: engine.get(4, timeout=20), None))
         kept.pop(0).release()
         for batch in kept:
             batch.release()
@@ -434,9 +433,14 @@ def test_a_timeout_names_what_each_worker_does_and_consumes_nothing():
 
 def test_a_second_get_at_once_is_an_error():
     with mp.RolloutEngine(config(generator=mp.SimulatedConfig(tokens_per_s=0.5))) as engine:
-        first = threading.Thread(target=lambda: pytest.raises(mp.GetTimeout, engine.get, 4, timeout=1.0))
+
+        def wait_in_vain():
+            with pytest.raises(mp.GetTimeout):
+                engine.get(4, timeout=1.0)
+
+        first = threading.Thread(target=wait_in_vain)
         first.start()
-        until(lambda: engine._getting.locked(), "the first get is under way")
+        until(engine._getting.locked, "the first get is under way")
         with pytest.raises(mp.ConcurrentGet):
             engine.get(4)
         first.join()
@@ -483,7 +487,7 @@ def test_over_long_prompts_are_filtered_counted_and_replaced():
 
 def test_a_refused_over_long_prompt_is_a_fault_that_names_the_row():
     source = mp.SourceConfig(rows=[{"prompt": "x" * 900}], max_prompt_tokens=500, over_long="refuse")
-    with pytest.raises(mp.EngineFault, match="row 0: the prompt has .* at most 500 fit"), mp.RolloutEngine(config(source=source)) as engine:
+    with pytest.raises(mp.EngineFault, match=r"row 0: the prompt has .* at most 500 fit"), mp.RolloutEngine(config(source=source)) as engine:
         engine.get(1, timeout=20)
 
 

@@ -177,6 +177,13 @@ def test_start_leaves_the_process_as_it_was(server: Server) -> None:
 
 
 @slow
+def test_idle_engine_uses_no_cpu(server: Server) -> None:
+    """vllm#19036"""
+    shares = server.ask("idle_cpu", seconds=4.0)
+    assert max(shares.values()) <= 0.02, shares
+
+
+@slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_match_transformers(server: Server, temperature: float) -> None:
     answers = server.ask("generate", prompts=PROMPTS[:4], n=64, temperature=temperature, ignore_eos=True)

@@ -20,7 +20,8 @@ from rich.table import Table
 from mprollout.errors import MprolloutError
 
 if TYPE_CHECKING:
-    from mprollout.engine import EngineStats, RolloutEngine
+    from mprollout.engine import RolloutEngine
+    from mprollout.stats import EngineStats
 
 PLAIN_LINE_EVERY = 10
 

@@ -175,7 +175,8 @@ class Trainer:
             logprobs, entropy = trained_logprobs(self.model, ids.long(), mask.long(), own, self.recipe.temperature)
             weights = advantages[rows][:, None].expand(own.shape)[own]
             losses = clipped_surrogate(logprobs, behaviour[own], weights, self.recipe.clip)
-            (losses.loss.sum() / tokens).backward()
+            if weights.any():  # else the gradient is zero, at the price of the others
+                (losses.loss.sum() / tokens).backward()
             ratio, fresh = losses.log_ratio.exp(), versions[own] == (-1 if version is None else version)
             for name, values in (
                 ("loss", losses.loss.detach()),

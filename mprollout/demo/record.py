@@ -5,6 +5,7 @@ Invariant: what was recorded can be read, however the run ends: every line is fl
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,11 +112,18 @@ class Record:
         figure.savefig(self.curve_path, dpi=120)
 
     def close(self) -> None:
-        if not self._metrics.closed:
-            if self._rows:
-                self._write_rows()
-            self._samples.close()
-            self._metrics.close()
+        """Finish the files. A run that recorded nothing leaves none; the workers' logs stay."""
+        if self._metrics.closed:
+            return
+        self._metrics.close()
+        if self._rows:
+            self._write_rows()
+        self._samples.close()
+        if not self.steps:
+            self.metrics_path.unlink()
+            self.samples_path.unlink()
+            with contextlib.suppress(OSError):  # not empty: the logs
+                self.folder.rmdir()
 
     def __enter__(self) -> Record:
         return self

@@ -108,9 +108,9 @@ class _Job:
 
         args, display = self.args, self.display
         transformers.utils.logging.disable_progress_bar()  # of loading a model; the display has its own
-        if args.model == "tiny":
-            # Matrices this small gain nothing from a second thread, and the workers need the cores.
-            torch.set_num_threads(1)
+        # Every worker keeps a core; and matrices as small as tiny's gain nothing from a second thread.
+        spare = len(os.sched_getaffinity(0)) - args.workers
+        torch.set_num_threads(1 if args.model == "tiny" else max(1, spare))
         with display.doing("makes the model"):
             checkpoint = models.checkpoint(args.model, args.task_name, args.seed, display.say)
         with display.doing("loads the model"):

@@ -1,0 +1,243 @@
+"""`Attendant`: the trainer's background thread. It keeps READY tickets in reserve and hears what the keeper says.
+
+    sweep -> ledger, gate -> source -> admit -> bells          credit in, tickets out
+    keeper's socket -> states, notes, faults, answers -> `news`     what the main thread waits for
+
+    its loop  produces READY tickets, news / waits for its bell (take, ending, update, release), the keeper's socket and pidfd / unblocked by the kernel
+
+Invariant: gate and ledger change under `lock` only. A ticket is handed out by the ledger only after its entry is READY
+(peek, admit, then next), so a failed admit loses nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import selectors
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mprollout import _native, messages
+from mprollout.config import FaultConfig
+from mprollout.errors import (
+    ConfigError,
+    EngineFault,
+    KeeperLost,
+    PromptsFailing,
+    RewardFault,
+    SourceError,
+    WorkersLost,
+    WorkerStartError,
+)
+from mprollout.gate import Gate
+from mprollout.keeper_process import KeeperProcess
+from mprollout.ledger import Ledger, Reason
+from mprollout.source import PromptSource
+from mprollout.worker import EvaluationItem
+
+log = logging.getLogger("mprollout")
+
+SAFETY_LOOK_S = 0.05
+NOTES_KEPT = 64
+
+
+class Attendant:
+    """Started by the engine's `start`, stopped by its `close`. Everything public but `lock` may be read from the main thread at any time."""
+
+    def __init__(self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, faults: FaultConfig) -> None:
+        assert keeper.segment is not None
+        self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
+        self.segment = keeper.segment
+        self.lock = threading.Lock()
+        self.news = threading.Condition()
+        self.states: dict[int, messages.WorkerState] = {}
+        self.notes: collections.OrderedDict[int, messages.Note] = collections.OrderedDict()
+        """The last failures, by ticket."""
+        self.fault: EngineFault | None = None
+        self.update_done: messages.UpdateDone | None = None
+        self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
+        """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
+        self._faults = faults
+        self._failed_in_a_row: list[messages.Note | None] = []
+        self._taken_before = -1
+        self._admitter = _native.Admitter(self.segment)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="mprollout-attendant", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Called before the keeper is closed, since the thread listens on its descriptors."""
+        self._stopping = True
+        self.ring()
+        self._thread.join()
+
+    def ring(self) -> None:
+        """Make it look: credit may have come."""
+        os.eventfd_write(self.keeper.bell, 1)
+
+    def raise_fault(self) -> None:
+        """Raise the permanent fault, if there is one."""
+        if self.fault is not None:
+            raise self.fault
+
+    def wait_news(self, true: Callable[[], Any], give_up: Callable[[], None]) -> None:
+        """Block until `true()`; raises the permanent fault, and whatever `give_up` raises. Ctrl-C gets through."""
+        with self.news:
+            while not true():
+                self.raise_fault()
+                give_up()
+                self.news.wait(SAFETY_LOOK_S)
+
+    def unadmitted(self) -> int | None:
+        """Tickets that the source still has to give; None: endless."""
+        last = self.source.last_ticket
+        return None if last is None else max(0, last - self.ledger.resolved - self.gate.live)
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                for fileobj in (self.keeper.channel, self.keeper.bell, self.keeper.pidfd):
+                    selector.register(fileobj, selectors.EVENT_READ)
+                while not self._stopping and not isinstance(self.fault, KeeperLost):
+                    self._sweep_and_admit()
+                    for key, _ in selector.select(SAFETY_LOOK_S):
+                        if key.fileobj == self.keeper.bell:
+                            with contextlib.suppress(BlockingIOError):
+                                os.eventfd_read(self.keeper.bell)
+                        else:
+                            self._hear_keeper()
+                    with contextlib.suppress(OSError):
+                        self.keeper.channel.flush()
+        except Exception as error:
+            log.exception("the attendant thread failed")
+            self._set_fault(EngineFault(f"the attendant thread failed: {type(error).__name__}: {error}"))
+
+    def _sweep_and_admit(self) -> None:
+        """Collect what ended, spend the credit, ring whoever sleeps."""
+        with self.lock:
+            ended = [row for row in self._admitter.sweep() if row[1] != _native.DONE]  # DONE was counted when it was delivered
+            for ticket, state, reason, _attempt, _deaths in ended:
+                name = Reason(reason).name.lower()
+                self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
+                self.gate.ended += 1
+                if state == _native.FAILED:
+                    self._count_failure(ticket, name)
+            try:
+                while self.fault is None and self.gate.credit > 0 and self._admit_one():
+                    pass
+            except (SourceError, ConfigError, _native.GroupTooLarge) as error:
+                self._set_fault(EngineFault(f"the source cannot go on: {type(error).__name__}: {error}"))
+        if ended:
+            self.segment.wake_taker()
+        idle = self.segment.idle_workers()
+        while idle:
+            lowest = idle & -idle
+            os.eventfd_write(self.keeper.worker_bells[lowest.bit_length() - 1], 1)
+            idle ^= lowest
+
+    def _admit_one(self) -> bool:
+        ticket, last = self.ledger.peek_ticket(), self.source.last_ticket
+        if last is not None and ticket >= last:
+            return False
+        if not self._admitter.admit(ticket, self.source.encode(ticket)):
+            return False
+        self.ledger.next_ticket()
+        self.gate.admitted += 1
+        return True
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def _count_failure(self, ticket: int, reason: str) -> None:
+        """So many FAILED in a row, and nothing published or taken between them, is no prompt's own fault."""
+        if self.gate.taken != self._taken_before or self.segment.pending():
+            self._failed_in_a_row.clear()
+        self._taken_before = self.gate.taken
+        note = self.notes.get(ticket)
+        self._failed_in_a_row.append(note)
+        limit = self._faults.max_consecutive_failures
+        if len(self._failed_in_a_row) >= limit:
+            kind = RewardFault if reason == "reward" else PromptsFailing
+            last = note.error if note else reason
+            self._set_fault(self._blame(kind, f"{limit} prompts in a row ended FAILED and nothing was published between them; the last: {last}", note))
+
+    def _blame(self, kind: type[EngineFault], text: str, source: messages.Note | messages.Fault | None) -> EngineFault:
+        if source is None:
+            return kind(text)
+        state = self.states.get(source.worker)
+        return kind(text, worker=source.worker, pid=state.pid if state else None, worker_traceback=source.traceback)
+
+    def _set_fault(self, fault: EngineFault) -> None:
+        if self.fault is None or isinstance(fault, KeeperLost):
+            self.fault = fault
+        with self.news:
+            self.news.notify_all()
+        self.segment.wake_taker()
+
+    # -- the keeper's messages -----------------------------------------------------------------------------------
+
+    def _hear_keeper(self) -> None:
+        while True:
+            try:
+                received = self.keeper.channel.receive()
+            except (EOFError, OSError):
+                if not self._stopping:
+                    self._on_keeper_death()
+                return
+            if received is None:
+                return
+            message, fds = received
+            with self.news:
+                self._on_message(message, fds)
+                self.news.notify_all()
+            for fd in fds:
+                os.close(fd)
+
+    def _on_message(self, message: messages.Message, fds: list[int]) -> None:
+        match message:
+            case messages.WorkerState():
+                self.states[message.worker] = message
+                self._judge(message)
+            case messages.UpdateDone():
+                self.update_done = message
+            case messages.Evaluated():
+                if (parts := self.evaluations.get(message.id)) is not None:
+                    parts[message.worker] = (
+                        message if message.error else msgspec.msgpack.decode(messages.read_blob(fds.pop()), type=list[EvaluationItem])
+                    )
+            case messages.Note():
+                level = logging.WARNING if message.final else logging.INFO
+                log.log(level, "ticket %d, attempt %d: %s", message.ticket, message.attempt, message.error)
+                self.notes[message.ticket] = message
+                while len(self.notes) > NOTES_KEPT:
+                    self.notes.popitem(last=False)
+            case messages.Fault():
+                kinds: dict[str, type[EngineFault]] = {"reward": RewardFault, "keeper": KeeperLost}
+                self._set_fault(self._blame(kinds.get(message.kind, EngineFault), message.message, message))
+            case _:
+                raise AssertionError(f"the trainer got {message!r}")
+
+    def _judge(self, message: messages.WorkerState) -> None:
+        who = f"worker {message.worker} (pid {message.pid})"
+        if message.state == "ready":
+            log.info("%s is ready after %.1f s", who, message.start_s)
+        elif message.state in ("restarting", "lost"):
+            log.warning("%s: %s; %s", who, message.error, message.state)
+        about = {"worker": message.worker, "pid": message.pid, "exit_code": message.exit_code, "worker_traceback": message.traceback}
+        if message.permanent:
+            self._set_fault(WorkerStartError(f"{who} cannot start: {message.error}", **about))  # type: ignore[arg-type]
+        elif len(self.states) == self.segment.workers and all(state.state == "lost" for state in self.states.values()):
+            text = f"all {self.segment.workers} workers are lost and their restarts are used up; the last, {who}: {message.error} (exit code {message.exit_code})"
+            self._set_fault(WorkersLost(text, **about))  # type: ignore[arg-type]
+
+    def _on_keeper_death(self) -> None:
+        self.keeper.end_orphans()
+        code = self.keeper.process.returncode
+        text = f"the keeper (pid {self.keeper.pid}) died with exit code {code}; its workers ended with it"
+        self._set_fault(KeeperLost(text, pid=self.keeper.pid, exit_code=code))
