@@ -128,8 +128,11 @@ class RolloutEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Start the keeper, the workers and the attendant; return when every worker is ready. Progress goes to the logger `mprollout`.
+    def start(self, progress: bool = True) -> None:
+        """Start the keeper, the workers and the attendant; return when every worker is ready.
+
+        Args:
+            progress: show it on stderr where that is a terminal; the logger `mprollout` tells in any case.
 
         Raises:
             WorkerStartError: a worker cannot start; carries its traceback.
@@ -143,13 +146,8 @@ class RolloutEngine:
             assert self._keeper.segment is not None
             self._consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
             self._attendant = attendant = Attendant(self._keeper, self.source, self._gate, self._ledger, self.config.fault)
-            settled = {"ready", "lost"}
-
-            def all_settled() -> bool:
-                states = [state.state for state in attendant.states.values()]
-                return len(states) == len(self.config.workers.devices) and set(states) <= settled and "ready" in states
-
-            attendant.wait_news(all_settled, lambda: None)
+            with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
+                attendant.wait_news(shown.settled, shown.show)
         except BaseException:
             self.close()
             raise
@@ -488,6 +486,36 @@ class RolloutEngine:
         if self._closed or self._attendant is None or self._consumer is None:
             raise EngineClosed("the engine is closed" if self._closed else "the engine is not started: use `with engine:` or start()")
         return self._attendant, self._consumer
+
+
+class _StartProgress:
+    """How many workers are ready, on a terminal's stderr; elsewhere the logger alone tells."""
+
+    def __init__(self, count: int, attendant: Attendant, wanted: bool) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self._count, self._attendant, self._began = count, attendant, time.monotonic()
+        self._status = console.status("starting the workers") if console.is_terminal and wanted else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def settled(self) -> bool:
+        """Every worker is ready or lost, and one at least is ready."""
+        states = [state.state for state in self._attendant.states.values()]
+        return len(states) == self._count and set(states) <= {"ready", "lost"} and "ready" in states
+
+    def show(self) -> None:
+        if self._status is not None:
+            ready = sum(state.state == "ready" for state in self._attendant.states.values())
+            self._status.update(f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s")
 
 
 def _after(seconds: float | None, give_up: Callable[[], None]) -> Callable[[], None]:

@@ -172,9 +172,7 @@ class RolloutWorker:
     async def _close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for claim in self._claims.values():
-            self._producer.give_back(claim)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # each ticket's task gives its claim back
         self._rewards.close()
         await self._generator.close()
 
@@ -229,8 +227,11 @@ class RolloutWorker:
         self._words[WorkerWord.RUNNING_GROUPS] += 1
         try:
             await self._attempts(claim)
+        except asyncio.CancelledError:
+            self._producer.give_back(self._claims[claim.ticket])
+            raise
         finally:
-            self._claims.pop(claim.ticket, None)
+            del self._claims[claim.ticket]
             self._words[WorkerWord.RUNNING_GROUPS] -= 1
 
     async def _attempts(self, claim: _native.Claim) -> None:
@@ -508,10 +509,13 @@ class RolloutWorker:
             sample = made.sample
             return EvaluationItem(row, i, sample.token_ids, made.input.text, reward, [(s.version, s.start, s.end) for s in sample.versions])
 
+        samples = range(request.sampling.group_size)
+        tasks = [asyncio.ensure_future(one(row, data, i)) for row, data in request.prompts for i in samples]
         try:
-            samples = range(request.sampling.group_size)
-            items = await asyncio.gather(*(one(row, data, i) for row, data in request.prompts for i in samples))
+            items = await asyncio.gather(*tasks)
         except Exception as error:
+            for task in tasks:
+                task.cancel()
             self._send(
                 messages.Evaluated(
                     id=message.id, worker=self.index, error=f"{type(error).__name__}: {error}", traceback=text_of(error)

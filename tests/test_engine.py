@@ -552,3 +552,19 @@ def test_a_config_survives_toml(tmp_path):
     path.write_text(path.read_text().replace("max_lag", "max_lagg"))
     with pytest.raises(mp.ConfigError, match=r"unknown field `max_lagg`.*gate"):
         mp.EngineConfig.from_toml(path)
+
+
+def test_the_engines_share_of_the_trainer_process_is_small():
+    """The trainer's own memory, Python included and the ring apart, stays under 150 MB."""
+    code = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import psutil, mprollout as mp, engines
+        if __name__ == "__main__":
+            with mp.RolloutEngine(engines.config()) as engine:
+                engines.drain(engine)
+                print(psutil.Process().memory_full_info().uss - engine._keeper.segment.size_bytes)
+        """
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert int(out) < 150e6

@@ -143,8 +143,12 @@ class DemoArgs:
 def held_out_source(args: DemoArgs, tokenizer: Any) -> SourceConfig:
     """The prompts on which accuracy is measured: 500 of a digit task; 32 of a reasoning-gym set, from a seed of its own."""
     if args.is_gym:
-        return SourceConfig(reasoning_gym=args.task_name, reasoning_gym_args={"size": 32, "seed": 1_000_003})
+        return _gym_source(args, size=32, seed=1_000_003)
     return SourceConfig(rows=for_backend(args, tasks.held_out_rows(args.task_name), tokenizer))
+
+
+def _gym_source(args: DemoArgs, size: int, seed: int) -> SourceConfig:
+    return SourceConfig(reasoning_gym=args.task_name, reasoning_gym_args={"size": size, "seed": seed})
 
 
 def engine_config(args: DemoArgs, checkpoint: Path, tokenizer: Any, run_dir: Path) -> EngineConfig:
@@ -153,10 +157,7 @@ def engine_config(args: DemoArgs, checkpoint: Path, tokenizer: Any, run_dir: Pat
     devices, vocab_size = worker_devices(args.workers), len(tokenizer)
     live = scale.groups * ((args.max_lag or 0) + 2)
     if args.is_gym:
-        source = SourceConfig(
-            reasoning_gym=args.task_name,
-            reasoning_gym_args={"size": scale.steps * scale.groups + live, "seed": args.seed},
-        )
+        source = _gym_source(args, size=scale.steps * scale.groups + live, seed=args.seed)
         reward = RewardConfig("row")
     else:
         rows = tasks.training_rows(args.task_name, args.seed, scale.steps * scale.groups + live)

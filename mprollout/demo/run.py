@@ -119,7 +119,7 @@ class _Job:
         display.watch(engine)
         display.say(f"starting {args.workers} workers ({args.backend}); the run folder is {self.record.folder}")
         with display.doing("starts the workers") as start:
-            engine.start()
+            engine.start(progress=False)
         try:
             display.say(f"{args.workers} workers started in {start.seconds:.0f} s")
             self._train(engine)
