@@ -49,7 +49,9 @@ NOTES_KEPT = 64
 class Attendant:
     """Started by the engine's `start`, stopped by its `close`. Everything public but `lock` may be read from the main thread at any time."""
 
-    def __init__(self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, faults: FaultConfig) -> None:
+    def __init__(
+        self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, faults: FaultConfig
+    ) -> None:
         assert keeper.segment is not None
         self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
         self.segment = keeper.segment
@@ -122,7 +124,9 @@ class Attendant:
     def _sweep_and_admit(self) -> None:
         """Collect what ended, spend the credit, ring whoever sleeps."""
         with self.lock:
-            ended = [row for row in self._admitter.sweep() if row[1] != _native.DONE]  # DONE was counted when it was delivered
+            ended = [
+                row for row in self._admitter.sweep() if row[1] != _native.DONE
+            ]  # DONE was counted when it was delivered
             for ticket, state, reason, _attempt, _deaths in ended:
                 name = Reason(reason).name.lower()
                 self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
@@ -165,7 +169,13 @@ class Attendant:
         if len(self._failed_in_a_row) >= limit:
             kind = RewardFault if reason == "reward" else PromptsFailing
             last = note.error if note else reason
-            self._set_fault(self._blame(kind, f"{limit} prompts in a row ended FAILED and nothing was published between them; the last: {last}", note))
+            self._set_fault(
+                self._blame(
+                    kind,
+                    f"{limit} prompts in a row ended FAILED and nothing was published between them; the last: {last}",
+                    note,
+                )
+            )
 
     def _blame(self, kind: type[EngineFault], text: str, source: messages.Note | messages.Fault | None) -> EngineFault:
         if source is None:
@@ -209,7 +219,9 @@ class Attendant:
             case messages.Evaluated():
                 if (parts := self.evaluations.get(message.id)) is not None:
                     parts[message.worker] = (
-                        message if message.error else msgspec.msgpack.decode(messages.read_blob(fds.pop()), type=list[EvaluationItem])
+                        message
+                        if message.error
+                        else msgspec.msgpack.decode(messages.read_blob(fds.pop()), type=list[EvaluationItem])
                     )
             case messages.Note():
                 level = logging.WARNING if message.final else logging.INFO
@@ -229,7 +241,12 @@ class Attendant:
             log.info("%s is ready after %.1f s", who, message.start_s)
         elif message.state in ("restarting", "lost"):
             log.warning("%s: %s; %s", who, message.error, message.state)
-        about = {"worker": message.worker, "pid": message.pid, "exit_code": message.exit_code, "worker_traceback": message.traceback}
+        about = {
+            "worker": message.worker,
+            "pid": message.pid,
+            "exit_code": message.exit_code,
+            "worker_traceback": message.traceback,
+        }
         if message.permanent:
             self._set_fault(WorkerStartError(f"{who} cannot start: {message.error}", **about))  # type: ignore[arg-type]
         elif len(self.states) == self.segment.workers and all(state.state == "lost" for state in self.states.values()):

@@ -88,7 +88,9 @@ class Group:
             KeyError: no such field; see `SCHEMA`.
         """
         if self._released:
-            raise BatchReleased(f"group of ticket {self.ticket}: released; views must be taken before release() or copied")
+            raise BatchReleased(
+                f"group of ticket {self.ticket}: released; views must be taken before release() or copied"
+            )
         index = _INDEX[name]
         return self._lease.field(index, SCHEMA[index].dtype)
 
@@ -137,7 +139,9 @@ class Group:
         ends, counts = self.field("span_ends").astype(np.int64), self.field("span_counts")
         first = np.zeros(len(ends), dtype=bool)
         first[(np.cumsum(counts) - counts)[counts > 0]] = True
-        return np.repeat(self.field("span_versions"), ends - np.where(first, 0, np.concatenate(([0], ends[:-1]))[: len(ends)]))
+        return np.repeat(
+            self.field("span_versions"), ends - np.where(first, 0, np.concatenate(([0], ends[:-1]))[: len(ends)])
+        )
 
     def _release(self) -> int:
         self._released = True

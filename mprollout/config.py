@@ -113,7 +113,9 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
     """The worker's process ends itself with SIGKILL while starting (a test of restarts)."""
 
     def __post_init__(self) -> None:
-        self._require("faults", set(self.faults) <= {"exception", "abort", "swallow", "die"}, "of exception, abort, swallow, die")
+        self._require(
+            "faults", set(self.faults) <= {"exception", "abort", "swallow", "die"}, "of exception, abort, swallow, die"
+        )
 
 
 class SamplingConfig(_Config, frozen=True, kw_only=True):
@@ -219,7 +221,9 @@ class GateConfig(_Config, frozen=True, kw_only=True):
         self._require_int("max_lag", 0, optional=True)
         self._require_int("max_live_groups", 1, optional=True)
         if self.max_lag is not None and self.groups_per_update is None:
-            raise ConfigError("GateConfig.max_lag needs groups_per_update (the bound counts groups in updates); got None")
+            raise ConfigError(
+                "GateConfig.max_lag needs groups_per_update (the bound counts groups in updates); got None"
+            )
 
 
 class FaultConfig(_Config, frozen=True, kw_only=True):

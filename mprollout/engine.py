@@ -23,7 +23,7 @@ import msgspec
 
 import mprollout
 from mprollout import _native, messages
-from mprollout.attendant import SAFETY_LOOK_S, Attendant
+from mprollout.attendant import SAFETY_LOOK_S, Attendant, log
 from mprollout.batch import Batch, Group
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
 from mprollout.errors import (
@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 STARVED_S = 0.5
-_LIVE_NAMES = {getattr(_native, name): name.lower() for name in ("READY", "RUNNING", "PUBLISHING", "DONE", "FILTERED", "FAILED")}
+_LIVE_NAMES = {
+    getattr(_native, name): name.lower() for name in ("READY", "RUNNING", "PUBLISHING", "DONE", "FILTERED", "FAILED")
+}
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
@@ -101,12 +103,15 @@ class RolloutEngine:
         self.source = PromptSource(config.source)
         self.plan = plan(config)
         check_memory(segment_bytes(self.plan), self.plan)
+        self._warn_of_idle_places()
         self.policy_version = 0
         """The last version that all workers applied."""
         self._gate = Gate(config.gate, self.plan.max_live_groups)
         self._ledger = Ledger()
         self._minted = 0
-        self._updates_at = {0: 0}  # completed updates once a version is in force: what a token of that version counts from
+        self._updates_at = {
+            0: 0
+        }  # completed updates once a version is in force: what a token of that version counts from
         self._getting = threading.Lock()
         self._parked: Batch | None = None
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
@@ -118,6 +123,21 @@ class RolloutEngine:
         self._keeper: KeeperProcess | None = None
         self._attendant: Attendant | None = None
         self._consumer: _native.Consumer | None = None
+
+    def _warn_of_idle_places(self) -> None:
+        places = len(self.config.workers.devices) * self.config.workers.max_running_samples
+        samples = self.plan.max_live_groups * self.config.sampling.group_size
+        if samples < places:
+            log.warning(
+                "%d live groups of %d samples cannot keep %d workers x %d sample places busy: %d of %d places stay empty; raise max_live_groups, "
+                "max_lag or groups_per_update, or lower max_running_samples",
+                self.plan.max_live_groups,
+                self.config.sampling.group_size,
+                len(self.config.workers.devices),
+                self.config.workers.max_running_samples,
+                places - samples,
+                places,
+            )
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +165,9 @@ class RolloutEngine:
             self._keeper = KeeperProcess(self.config, self.plan)
             assert self._keeper.segment is not None
             self._consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
-            self._attendant = attendant = Attendant(self._keeper, self.source, self._gate, self._ledger, self.config.fault)
+            self._attendant = attendant = Attendant(
+                self._keeper, self.source, self._gate, self._ledger, self.config.fault
+            )
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
@@ -283,7 +305,9 @@ class RolloutEngine:
             self._starved_since = math.inf
             return
         self._starved_since = min(self._starved_since, time.monotonic())
-        if time.monotonic() - self._starved_since > STARVED_S:  # a release just now reaches the workers within milliseconds
+        if (
+            time.monotonic() - self._starved_since > STARVED_S
+        ):  # a release just now reaches the workers within milliseconds
             self._starved_since = math.inf
             with attendant.lock:
                 if len(self._deliverable(n, attendant, consumer)) == n:
@@ -322,7 +346,9 @@ class RolloutEngine:
         version = self._minted
         self._updates_at[version] = self._gate.updates + (0 if self._gate.awaits_weights else 1)
         try:
-            attendant.keeper.channel.send(messages.Update(version=version, pause=self.config.weights.pause), [staged.fd])
+            attendant.keeper.channel.send(
+                messages.Update(version=version, pause=self.config.weights.pause), [staged.fd]
+            )
         finally:
             staged.close()
         limit = timeout if timeout is not None else self.config.weights.timeout_s + 30
@@ -332,7 +358,9 @@ class RolloutEngine:
                 f"update {version}: not applied by all workers within {limit:.0f} s; {describe_workers(attendant.segment, attendant.states)}"
             )
 
-        attendant.wait_news(lambda: attendant.update_done and attendant.update_done.version == version, _after(limit, give_up))
+        attendant.wait_news(
+            lambda: attendant.update_done and attendant.update_done.version == version, _after(limit, give_up)
+        )
         done = attendant.update_done
         assert done is not None
         if done.failures:
@@ -467,7 +495,9 @@ class RolloutEngine:
             table = attendant.segment.table()
             live = {row[0]: _LIVE_NAMES[row[1]] for row in table}
             if len(live) != len(table):
-                raise AssertionError(f"audit: a ticket stands twice in the live table: {sorted(row[0] for row in table)}")
+                raise AssertionError(
+                    f"audit: a ticket stands twice in the live table: {sorted(row[0] for row in table)}"
+                )
             counts: dict[str, int] = dict(self._ledger.counts)
             for ticket in range(self._ledger.watermark, self._ledger.admitted_below):
                 state = live.pop(ticket, None)
@@ -484,7 +514,9 @@ class RolloutEngine:
 
     def _running(self) -> tuple[Attendant, _native.Consumer]:
         if self._closed or self._attendant is None or self._consumer is None:
-            raise EngineClosed("the engine is closed" if self._closed else "the engine is not started: use `with engine:` or start()")
+            raise EngineClosed(
+                "the engine is closed" if self._closed else "the engine is not started: use `with engine:` or start()"
+            )
         return self._attendant, self._consumer
 
 
@@ -515,7 +547,9 @@ class _StartProgress:
     def show(self) -> None:
         if self._status is not None:
             ready = sum(state.state == "ready" for state in self._attendant.states.values())
-            self._status.update(f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s")
+            self._status.update(
+                f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s"
+            )
 
 
 def _after(seconds: float | None, give_up: Callable[[], None]) -> Callable[[], None]:

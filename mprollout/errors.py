@@ -72,7 +72,9 @@ class EngineFault(MprolloutError, RuntimeError):
         exit_code: int | None = None,
         worker_traceback: str = "",
     ) -> None:
-        super().__init__(message + (f"\n--- traceback in worker {worker} ---\n{worker_traceback}" if worker_traceback else ""))
+        super().__init__(
+            message + (f"\n--- traceback in worker {worker} ---\n{worker_traceback}" if worker_traceback else "")
+        )
         self.worker = worker
         self.pid = pid
         self.exit_code = exit_code

@@ -97,4 +97,6 @@ class Gate:
                 f"with groups_per_update={self.groups_per_update} and max_lag={self.max_lag}, {self.updates} updates allow "
                 f"{(self.updates + (self.max_lag or 0) + 1) * (self.groups_per_update or 0)} tickets, {self.taken} were taken: call update_weights first"
             )
-        raise GateStarved(f"get({n}) can never be met: {self.live} groups are live and {credit} more may be admitted; {why}")
+        raise GateStarved(
+            f"get({n}) can never be met: {self.live} groups are live and {credit} more may be admitted; {why}"
+        )

@@ -75,7 +75,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, template_kwargs: dict[str, Any]
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
     ) -> list[int]:
         """Render with the chat template, the generation prompt added, and tokenize."""
 

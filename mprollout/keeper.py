@@ -127,7 +127,9 @@ class Keeper:
         folder = self.temp_dir / f"w{worker.index}"
         folder.mkdir(exist_ok=True)
         channel, theirs = messages.Channel.pair()
-        log = os.open(self.log_dir / f"worker-{worker.index}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        log = os.open(
+            self.log_dir / f"worker-{worker.index}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         command = [sys.executable, "-m", "mprollout.worker", str(theirs.fileno()), str(os.getpid()), str(worker.index)]
         worker.process = subprocess.Popen(
             command,
@@ -230,7 +232,12 @@ class Keeper:
     def _tell_state(self, worker: _Worker, **more: Any) -> None:
         self._tell(
             messages.WorkerState(
-                worker=worker.index, pid=worker.pid, state=worker.state, restarts=worker.restarts, start_s=worker.start_s, **more
+                worker=worker.index,
+                pid=worker.pid,
+                state=worker.state,
+                restarts=worker.restarts,
+                start_s=worker.start_s,
+                **more,
             )
         )
 
@@ -423,7 +430,9 @@ class Keeper:
             self.evaluations.add((message.id, worker.index))
             self._send(worker, message, [fd])
         else:
-            self._tell(messages.Evaluated(id=message.id, worker=worker.index, error=f"worker {worker.index} is {worker.state}"))
+            self._tell(
+                messages.Evaluated(id=message.id, worker=worker.index, error=f"worker {worker.index} is {worker.state}")
+            )
         os.close(fd)
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -467,7 +476,9 @@ def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict
     device = settings.devices[index]
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        environment.setdefault("OMP_NUM_THREADS", "1")  # several engines on few cores trip over each other's thread pools
+        environment.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # several engines on few cores trip over each other's thread pools
     else:
         numbers = device if isinstance(device, list) else [device]
         visible = environment.get("CUDA_VISIBLE_DEVICES")

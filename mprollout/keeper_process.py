@@ -136,7 +136,11 @@ def _worker_record(config: EngineConfig) -> bytes:
             f"the config cannot be sent to the workers: {error}; give functions of a module's top level, or 'module:function'"
         ) from error
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    needs_main = any(getattr(function, "__module__", None) == "__main__" for function in (config.reward.function, config.rollout))
+    needs_main = any(
+        getattr(function, "__module__", None) == "__main__" for function in (config.reward.function, config.rollout)
+    )
     if needs_main and (path is None or not os.path.exists(path)):
-        raise ConfigError("a reward or rollout function is defined in an interactive session; put it into a module that workers can import")
+        raise ConfigError(
+            "a reward or rollout function is defined in an interactive session; put it into a module that workers can import"
+        )
     return pickle.dumps((os.path.abspath(path) if needs_main and path else None, sys.path, pickled))

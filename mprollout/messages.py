@@ -138,7 +138,20 @@ class Fault(_Message, frozen=True, kw_only=True):
 
 
 Message = (
-    Boot | Booted | WorkerReady | WorkerFailed | Go | Stop | WorkerState | Update | Applied | UpdateDone | Evaluate | Evaluated | Note | Fault
+    Boot
+    | Booted
+    | WorkerReady
+    | WorkerFailed
+    | Go
+    | Stop
+    | WorkerState
+    | Update
+    | Applied
+    | UpdateDone
+    | Evaluate
+    | Evaluated
+    | Note
+    | Fault
 )
 
 

@@ -84,7 +84,9 @@ def plan(config: EngineConfig) -> Plan:
     else:
         live = max(2 * batch, 2 * workers * -(-config.workers.max_running_samples // sampling.group_size))
     # A prompt has at most as many tokens as bytes (every token of a byte-level vocabulary stands for one byte or more).
-    prompt_tokens = config.source.max_prompt_tokens or min(_context_length(config) or 1 << 30, config.ring.max_prompt_bytes)
+    prompt_tokens = config.source.max_prompt_tokens or min(
+        _context_length(config) or 1 << 30, config.ring.max_prompt_bytes
+    )
     max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(sampling, prompt_tokens)
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.

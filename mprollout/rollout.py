@@ -87,7 +87,9 @@ class Session:
     def append(self, token_ids: Sequence[int]) -> None:
         """Add tokens that the model did not sample: mask 0, logprob 0, the version of the moment."""
         if token_ids:
-            self._extend(list(token_ids), [0.0] * len(token_ids), 0, [VersionSpan(self._generator.version, 0, len(token_ids))])
+            self._extend(
+                list(token_ids), [0.0] * len(token_ids), 0, [VersionSpan(self._generator.version, 0, len(token_ids))]
+            )
 
     def _extend(self, token_ids: list[int], logprobs: list[float], mask: int, versions: list[VersionSpan]) -> None:
         base, sample = len(self.sample.token_ids), self.sample

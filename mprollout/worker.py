@@ -289,13 +289,17 @@ class RolloutWorker:
         ]
         shrink = self.config.fault.on_sample_failure == "shrink"
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.ALL_COMPLETED if shrink else asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(
+                tasks, return_when=asyncio.ALL_COMPLETED if shrink else asyncio.FIRST_EXCEPTION
+            )
             failed = {i: task.exception() for i, task in enumerate(tasks) if task in done and task.exception()}
             kept = [i for i in range(size) if i not in failed]
             if failed and not (shrink and len(kept) >= 2):
                 index, error = next(iter(failed.items()))
                 assert error is not None
-                error.add_note(f"sample {index} of {size}, ticket {claim.ticket}, attempt {claim.attempt}, worker {self.index}")
+                error.add_note(
+                    f"sample {index} of {size}, ticket {claim.ticket}, attempt {claim.attempt}, worker {self.index}"
+                )
                 raise error
             for error in failed.values():
                 assert error is not None
@@ -413,7 +417,9 @@ class RolloutWorker:
         self._end(claim, _native.FILTERED, Reason.OVER_LONG, ValueError(text))
 
     def _end(self, claim: _native.Claim, state: int, reason: Reason, error: BaseException) -> None:
-        self._note(claim, reason, error, final=True)  # before the word changes, so that the cause is never later than its effect
+        self._note(
+            claim, reason, error, final=True
+        )  # before the word changes, so that the cause is never later than its effect
         self._producer.end(claim, state, reason)
         os.eventfd_write(self._attendant_bell, 1)
 
@@ -507,7 +513,14 @@ class RolloutWorker:
             if self.config.reward.per == "group":
                 reward = (await self._score_group(prompt.ticket, [made]))[0]
             sample = made.sample
-            return EvaluationItem(row, i, sample.token_ids, made.input.text, reward, [(s.version, s.start, s.end) for s in sample.versions])
+            return EvaluationItem(
+                row,
+                i,
+                sample.token_ids,
+                made.input.text,
+                reward,
+                [(s.version, s.start, s.end) for s in sample.versions],
+            )
 
         samples = range(request.sampling.group_size)
         tasks = [asyncio.ensure_future(one(row, data, i)) for row, data in request.prompts for i in samples]
@@ -648,12 +661,17 @@ def main() -> None:
             channel.socket.setblocking(True)
             channel.send(
                 messages.WorkerFailed(
-                    worker=index, error=f"{type(error).__name__}: {error}", traceback=text_of(error), permanent=permanent
+                    worker=index,
+                    error=f"{type(error).__name__}: {error}",
+                    traceback=text_of(error),
+                    permanent=permanent,
                 )
             )
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # SGLang's threads and atexit hooks must not keep a failed worker alive; the keeper ends its process group
+        os._exit(
+            1
+        )  # SGLang's threads and atexit hooks must not keep a failed worker alive; the keeper ends its process group
     os._exit(0)
 
 

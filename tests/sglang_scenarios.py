@@ -83,26 +83,25 @@ async def update_with(
         await generator.update_weights(staged, version, "retract")
 
 
-async def update_that_fails(
-    generator: SGLangGenerator, prompt: list[int], version: int
-) -> tuple[float, str, str, bool]:
-    """(seconds, what the update says, what `check` says, whether a request waits): the scheduler gets a descriptor that it cannot open.
-
-    Runs after `kill_process`, so what that broke is forgotten first; control messages do not pass through the detokenizer.
-    """
-    generator._broken, generator._dead = None, asyncio.get_running_loop().create_future()
-    del generator._processes["detokenizer"]
-    said, start = [], time.monotonic()
+async def detokenizer_dies_in_update(generator: SGLangGenerator, prompt: list[int]) -> tuple[float, str, str, bool]:
+    """(seconds from the death on, what the update says, what `check` says, whether requests wait); the loading never ends."""
+    generator.check()
+    running = asyncio.create_task(generator.generate(request(prompt, 1500, ignore_eos=True)))
+    await asyncio.sleep(0.1)
+    generator._manager.update_weights_from_tensor = lambda *_: asyncio.Event().wait()
     with weights(0) as staged:
-        real, staged.fd = staged.fd, 10**6
-        for call in (generator.update_weights(staged, version, "retract"), asyncio.to_thread(generator.check)):
-            try:
-                await call
-            except RuntimeError as error:
-                said.append(str(error))
-        staged.fd = real
-    took_s = time.monotonic() - start
-    done, _ = await asyncio.wait([asyncio.create_task(generator.generate(request(prompt, 4)))], timeout=0.5)
+        update = asyncio.create_task(generator.update_weights(staged, generator.version + 1, "retract"))
+        await asyncio.sleep(0.3)
+        start = time.monotonic()
+        os.kill(generator._processes["detokenizer"].pid, signal.SIGKILL)
+        said = [str(error) for error in await asyncio.gather(update, return_exceptions=True)]
+        took_s = time.monotonic() - start
+    try:
+        generator.check()
+    except RuntimeError as error:
+        said.append(str(error))
+    waiting = asyncio.create_task(generator.generate(request(prompt, 4)))
+    done, _ = await asyncio.wait([running, waiting], timeout=0.5)
     return took_s, said[0], said[1], not done
 
 
@@ -177,19 +176,6 @@ async def facts(generator: SGLangGenerator) -> dict[str, Any]:
         "tmp": os.listdir(os.environ["TMPDIR"]),
         "shm": os.listdir("/dev/shm"),
     }
-
-
-async def kill_process(generator: SGLangGenerator, process: str) -> str:
-    """What `check` says within 2 s after SIGKILL of the engine's process of this name."""
-    generator.check()
-    os.kill(generator._processes[process].pid, signal.SIGKILL)
-    for _ in range(20):
-        await asyncio.sleep(0.1)
-        try:
-            generator.check()
-        except RuntimeError as error:
-            return str(error)
-    return "check noticed nothing"
 
 
 def _on_sigterm(signum: int, frame: Any) -> None:

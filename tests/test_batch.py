@@ -22,7 +22,11 @@ def sample(*ids, mask=None, versions=None, reason="stop"):
 
 
 GROUPS = [
-    ([1, 2], [sample(3, 4, 5, versions=[VersionSpan(7, 0, 2), VersionSpan(8, 2, 3)]), sample(), sample(6, reason="length")], [1.0, 0.0, -1.0]),
+    (
+        [1, 2],
+        [sample(3, 4, 5, versions=[VersionSpan(7, 0, 2), VersionSpan(8, 2, 3)]), sample(), sample(6, reason="length")],
+        [1.0, 0.0, -1.0],
+    ),
     ([9], [sample(10, 11, mask=[0, 1])], [0.5]),
 ]
 
@@ -30,7 +34,14 @@ GROUPS = [
 @pytest.fixture
 def batch():
     segment = _native.Segment.create(
-        workers=1, entries=4, cells=4, descriptors=8, arena_bytes=65536, max_group_bytes=8192, max_prompt_bytes=64, schema=schema_bytes()
+        workers=1,
+        entries=4,
+        cells=4,
+        descriptors=8,
+        arena_bytes=65536,
+        max_group_bytes=8192,
+        max_prompt_bytes=64,
+        schema=schema_bytes(),
     )
     admitter, producer, consumer = _native.Admitter(segment), _native.Producer(segment, 0), _native.Consumer(segment)
     leases = []

@@ -51,7 +51,13 @@ def test_the_plan_holds_worst_case_groups_for_whatever_one_worker_may_keep():
 
 
 def test_sizes_that_could_not_deliver_are_refused_with_the_numbers():
-    with pytest.raises(mp.ConfigError, match=r"arena_bytes=8,192 must hold at least two groups of max_group_bytes=[\d,]+"):
+    with pytest.raises(
+        mp.ConfigError, match=r"arena_bytes=8,192 must hold at least two groups of max_group_bytes=[\d,]+"
+    ):
         plan(make(ring=mp.RingConfig(arena_bytes=8192)))
     with pytest.raises(mp.ConfigError, match="two batches of groups_per_update=64"):
-        plan(make(ring=mp.RingConfig(arena_bytes=10**6, max_group_bytes=50_000), gate=mp.GateConfig(groups_per_update=64)))
+        plan(
+            make(
+                ring=mp.RingConfig(arena_bytes=10**6, max_group_bytes=50_000), gate=mp.GateConfig(groups_per_update=64)
+            )
+        )

@@ -312,3 +312,35 @@ def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds a run already"):
         run_demo(DemoArgs(backend="simulated", out=tmp_path))
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_steps_on_real_input(tmp_path):
+    """SmolLM2-135M-Instruct with its chat template, on rows and scorers of reasoning-gym, real SGLang."""
+    args = DemoArgs(
+        model="smollm2", task="reasoning_gym:chain_sum", steps=3, workers=1, max_new_tokens=32, out=tmp_path / "run"
+    )
+    result = run_demo(args)
+    assert result.steps == 3
+    assert not result.interrupted
+    samples = pq.read_table(tmp_path / "run" / "samples.parquet").to_pylist()
+    assert len(samples) == 3 * 2 * 4
+    assert all("<|im_start|>assistant" in sample["prompt"] and sample["text"] for sample in samples)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    assert all(step["logprob_diff"] is None or step["logprob_diff"] < 1e-4 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_tiny_model_learns_on_the_real_engine(tmp_path):
+    """One seed with a loose bound; the README has five and `mprollout demo-seeds` makes them."""
+    result = run_demo(DemoArgs(seed=7, steps=160, eval_every=80, out=tmp_path / "run"))
+    assert 0.15 <= result.began_at <= 0.35
+    assert result.ended_at >= 1.4 * result.began_at
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert max(step.get("lag_max", 0) for step in steps) == 1
+    versions = pq.read_table(tmp_path / "run" / "samples.parquet").column("versions").to_pylist()
+    assert any(len(set(spans)) == 2 for spans in versions), "no sample lived through an update"
+    assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")

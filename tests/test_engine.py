@@ -25,7 +25,13 @@ pytestmark = pytest.mark.timeout(90)
 
 def test_import_is_light():
     code = "import sys, time; t = time.perf_counter(); import mprollout; d = time.perf_counter() - t; print(d, 'torch' in sys.modules, 'sglang' in sys.modules)"
-    out = min((subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(3)), key=lambda line: float(line.split()[0]))
+    out = min(
+        (
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+            for _ in range(3)
+        ),
+        key=lambda line: float(line.split()[0]),
+    )
     seconds, torch, sglang = out.split()
     assert (torch, sglang) == ("False", "False") and float(seconds) < 0.3
 
@@ -89,7 +95,10 @@ def test_an_idle_trainer_never_sees_more_than_the_live_limit():
 
 def test_an_aborted_sample_ends_its_attempt_and_the_prompt_comes_again(caplog):
     """slime#2402, slime#200, slime#2361: a group with an aborted sample is never readable; the reason names the sample."""
-    changes = {"generator": mp.SimulatedConfig(mean_tokens=12, faults={"abort": 0.05}), "fault": mp.FaultConfig(max_attempts=20, retry_delay_s=0.001)}
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=12, faults={"abort": 0.05}),
+        "fault": mp.FaultConfig(max_attempts=20, retry_delay_s=0.001),
+    }
     with caplog.at_level("INFO", "mprollout"), mp.RolloutEngine(config(**changes)) as engine:
         assert sorted(drain(engine)) == list(range(40))
         stats = engine.stats()
@@ -100,7 +109,10 @@ def test_an_aborted_sample_ends_its_attempt_and_the_prompt_comes_again(caplog):
 
 def test_all_workers_lost_reaches_get_with_pid_and_exit_code():
     """NeMo-RL#3488: kill -9 of all workers, restarts used up: get raises within 5 s."""
-    changes = {"workers": mp.WorkerConfig(devices=["cpu", "cpu"], max_restarts=0), "generator": mp.SimulatedConfig(tokens_per_s=1.0)}
+    changes = {
+        "workers": mp.WorkerConfig(devices=["cpu", "cpu"], max_restarts=0),
+        "generator": mp.SimulatedConfig(tokens_per_s=1.0),
+    }
     with mp.RolloutEngine(config(**changes)) as engine:
         pids = [worker.pid for worker in engine.stats().workers]
         for pid in pids:
@@ -125,18 +137,26 @@ def test_exhausted_data_says_what_is_left_and_lets_it_be_drained():
 
 def test_endless_epochs_iterate_again():
     """NeMo-RL#2899: re-iterates when told to."""
-    source = mp.SourceConfig(rows=[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], answer_field=None, shuffle_seed=1)
+    source = mp.SourceConfig(
+        rows=[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], answer_field=None, shuffle_seed=1
+    )
     with mp.RolloutEngine(config(source=source)) as engine:
         seen = {}
         for _ in range(10):
             with engine.get(3, timeout=20) as batch:
                 seen |= {group.ticket: group.row for group in batch}
-        assert len(seen) == 30 and max(seen) >= 29 and all(row == engine.source.row(ticket)[0] for ticket, row in seen.items())
+        assert (
+            len(seen) == 30
+            and max(seen) >= 29
+            and all(row == engine.source.row(ticket)[0] for ticket, row in seen.items())
+        )
 
 
 def test_a_prompt_that_always_fails_ends_failed_and_the_others_are_served():
     """NeMo-RL#3938: FAILED after r attempts with its error; its capacity is freed."""
-    with mp.RolloutEngine(config(reward=mp.RewardConfig(engines.broken_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))) as engine:
+    with mp.RolloutEngine(
+        config(reward=mp.RewardConfig(engines.broken_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
+    ) as engine:
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
         assert engine.stats().outcomes == {"taken": 39, "failed:reward": 1}
         assert "row 3 is poison" in engine._attendant.notes[3].error
@@ -153,19 +173,27 @@ def test_a_broken_reward_raises_its_own_traceback_in_get():
 
 
 def test_a_nan_reward_is_an_error_with_the_sample_never_zero():
-    with mp.RolloutEngine(config(reward=mp.RewardConfig(engines.nan_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))) as engine:
+    with mp.RolloutEngine(
+        config(reward=mp.RewardConfig(engines.nan_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
+    ) as engine:
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
         assert "nan" in engine._attendant.notes[3].error and "sample 1" in engine._attendant.notes[3].error
 
 
 def test_a_wrong_number_of_rewards_is_an_error():
-    changes = {"reward": mp.RewardConfig(engines.one_reward_too_many, per="group"), "fault": mp.FaultConfig(retry_delay_s=0.01)}
+    changes = {
+        "reward": mp.RewardConfig(engines.one_reward_too_many, per="group"),
+        "fault": mp.FaultConfig(retry_delay_s=0.01),
+    }
     with mp.RolloutEngine(config(**changes)) as engine, pytest.raises(mp.RewardFault, match="one reward a sample"):
         engine.get(4, timeout=30)
 
 
 def test_group_rewards_score_all_samples_of_a_group_together():
-    with mp.RolloutEngine(config(reward=mp.RewardConfig(engines.rank, per="group"))) as engine, engine.get(4, timeout=20) as batch:
+    with (
+        mp.RolloutEngine(config(reward=mp.RewardConfig(engines.rank, per="group"))) as engine,
+        engine.get(4, timeout=20) as batch,
+    ):
         assert all(group.rewards.tolist() == [0, 1, 2, 3] for group in batch)
 
 
@@ -183,7 +211,9 @@ def test_a_killed_workers_tickets_come_again_and_none_twice():
 def test_a_storm_of_worker_deaths_loses_and_doubles_nothing():
     rng = np.random.default_rng(5)
     workers = mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16, max_restarts=100)
-    with mp.RolloutEngine(config(rows=400, workers=workers, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=400))) as engine:
+    with mp.RolloutEngine(
+        config(rows=400, workers=workers, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=400))
+    ) as engine:
         tickets: list[int] = []
         for _ in range(12):
             tickets += engine.get(4, timeout=30).tickets
@@ -237,7 +267,12 @@ BODIES = {
     "start": (60.0, 0.0, 0.0, "pass"),
     "get": (0.0, 0.0, 0.1, 'print("phase", flush=True); engine.get(4)'),
     "train": (0.0, 0.0, 100.0, 'print("phase", flush=True); import time; time.sleep(60)'),
-    "update": (0.0, 60.0, 100.0, 'import torch; print("phase", flush=True); engine.update_weights({"w": torch.zeros(3)})'),
+    "update": (
+        0.0,
+        60.0,
+        100.0,
+        'import torch; print("phase", flush=True); engine.update_weights({"w": torch.zeros(3)})',
+    ),
 }
 
 
@@ -245,10 +280,19 @@ def run_phase(tmp_path: Path, phase: str) -> tuple[subprocess.Popen[str], list[p
     """A trainer in its own process that has reached `phase`, and all processes below it."""
     start_s, update_s, tokens_per_s, body = BODIES[phase]
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), start_s=start_s, update_s=update_s, tokens_per_s=tokens_per_s, body=body))
-    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    script.write_text(
+        SCRIPT.format(
+            tests=str(Path(__file__).parent), start_s=start_s, update_s=update_s, tokens_per_s=tokens_per_s, body=body
+        )
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     if phase == "start":
-        until(lambda: sum("mprollout.worker" in " ".join(p.cmdline()) for p in descendants(trainer.pid)) == 2, "two workers are starting")
+        until(
+            lambda: sum("mprollout.worker" in " ".join(p.cmdline()) for p in descendants(trainer.pid)) == 2,
+            "two workers are starting",
+        )
     else:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "started\n" and trainer.stdout.readline() == "phase\n"
@@ -298,7 +342,9 @@ def test_a_ring_beyond_the_cgroup_is_refused_with_size_limit_and_remedy(tmp_path
     (group.parent / "memory.current").write_text("4000000\n")
     assert memory_limit(tmp_path)[0] == 60_000_000
     wide = plan(config(gate=mp.GateConfig(max_live_groups=1000)))
-    with pytest.raises(mp.MemoryBudgetError, match=r"needs 70,000,000 bytes .* only 60,000,000 are left .*lower max_live_groups"):
+    with pytest.raises(
+        mp.MemoryBudgetError, match=r"needs 70,000,000 bytes .* only 60,000,000 are left .*lower max_live_groups"
+    ):
         check_memory(70_000_000, wide, tmp_path)
 
 
@@ -324,7 +370,13 @@ def test_a_forked_child_that_exits_leaves_the_ring():
 
 def test_a_group_beyond_its_extent_fails_with_both_sizes_and_the_ring_goes_on():
     """slime#2384."""
-    with mp.RolloutEngine(config(ring=mp.RingConfig(max_group_bytes=4096), sampling=mp.SamplingConfig(group_size=4, max_new_tokens=400), generator=mp.SimulatedConfig(mean_tokens=60, sigma=1.0))) as engine:
+    with mp.RolloutEngine(
+        config(
+            ring=mp.RingConfig(max_group_bytes=4096),
+            sampling=mp.SamplingConfig(group_size=4, max_new_tokens=400),
+            generator=mp.SimulatedConfig(mean_tokens=60, sigma=1.0),
+        )
+    ) as engine:
         tickets = drain(engine, 1)
         outcomes = engine.stats().outcomes
         assert outcomes["taken"] == len(tickets) > 0 and outcomes["failed:too_large"] == 40 - len(tickets) > 0
@@ -333,7 +385,11 @@ def test_a_group_beyond_its_extent_fails_with_both_sizes_and_the_ring_goes_on():
 
 def test_a_step_completes_although_a_group_failed_for_good():
     """max_lag=0, groups of 8 a step, one group FAILED: the step still has 8 (its credit came back)."""
-    changes = {"reward": mp.RewardConfig(engines.broken_for_row_3), "fault": mp.FaultConfig(retry_delay_s=0.01), "gate": mp.GateConfig(groups_per_update=8, max_lag=0)}
+    changes = {
+        "reward": mp.RewardConfig(engines.broken_for_row_3),
+        "fault": mp.FaultConfig(retry_delay_s=0.01),
+        "gate": mp.GateConfig(groups_per_update=8, max_lag=0),
+    }
     with mp.RolloutEngine(config(**changes)) as engine, engine.get(8, timeout=20) as batch:
         assert batch.tickets == [0, 1, 2, 4, 5, 6, 7, 8]
 
@@ -343,7 +399,10 @@ def test_with_a_lag_bound_groups_come_in_ticket_order_and_lag_is_bounded():
     import torch
 
     for max_lag in (0, 2):
-        changes = {"gate": mp.GateConfig(groups_per_update=4, max_lag=max_lag), "generator": mp.SimulatedConfig(mean_tokens=20, sigma=1.0, tokens_per_s=3000)}
+        changes = {
+            "gate": mp.GateConfig(groups_per_update=4, max_lag=max_lag),
+            "generator": mp.SimulatedConfig(mean_tokens=20, sigma=1.0, tokens_per_s=3000),
+        }
         with mp.RolloutEngine(config(**changes)) as engine:
             tickets, lags = [], []
             for version in range(1, 10):
@@ -401,11 +460,15 @@ def test_a_restarted_worker_has_the_current_weights_before_it_claims():
     import torch
 
     workers = mp.WorkerConfig(devices=["cpu"], max_running_samples=16)
-    with mp.RolloutEngine(config(rows=100, workers=workers, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=500))) as engine:
+    with mp.RolloutEngine(
+        config(rows=100, workers=workers, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=500))
+    ) as engine:
         engine.get(4, timeout=20).release()
         engine.update_weights({"w": torch.zeros(4)})
         os.kill(engine.stats().workers[0].pid, signal.SIGKILL)
-        until(lambda: engine.stats().workers[0].restarts == 1 and engine.stats().workers[0].state == "ready", "restarted")
+        until(
+            lambda: engine.stats().workers[0].restarts == 1 and engine.stats().workers[0].state == "ready", "restarted"
+        )
         for taken in range(12):
             with engine.get(4, timeout=20) as batch:
                 assert taken < 4 or all((group.token_versions == 1).all() for group in batch)
@@ -426,7 +489,9 @@ def test_a_get_that_only_a_release_could_meet_says_so():
 def test_a_timeout_names_what_each_worker_does_and_consumes_nothing():
     """vllm#46611."""
     with mp.RolloutEngine(config(generator=mp.SimulatedConfig(tokens_per_s=0.5))) as engine:
-        with pytest.raises(mp.GetTimeout, match=r"get\(4\): 0 groups .* worker 1 \(pid \d+\) ready, \d+ samples running"):
+        with pytest.raises(
+            mp.GetTimeout, match=r"get\(4\): 0 groups .* worker 1 \(pid \d+\) ready, \d+ samples running"
+        ):
             engine.get(4, timeout=0.2)
         assert engine.stats().taken == 0
 
@@ -472,14 +537,20 @@ def test_a_state_of_other_data_is_refused():
 
 def test_evaluation_is_beside_the_ring():
     with mp.RolloutEngine(config()) as engine:
-        result = engine.evaluate([{"prompt": f"held out {i}"} for i in range(7)], mp.SamplingConfig(group_size=3, max_new_tokens=8), timeout=20)
+        result = engine.evaluate(
+            [{"prompt": f"held out {i}"} for i in range(7)],
+            mp.SamplingConfig(group_size=3, max_new_tokens=8),
+            timeout=20,
+        )
         assert result.rewards.shape == (7, 3) and result.versions == [0]
         assert [[float(len(ids)) for ids in row] for row in result.token_ids] == result.rewards.tolist()
         assert sorted(drain(engine)) == list(range(40))
 
 
 def test_over_long_prompts_are_filtered_counted_and_replaced():
-    source = mp.SourceConfig(rows=[{"prompt": "x" * (900 if i % 4 == 0 else 5)} for i in range(20)], epochs=1, max_prompt_tokens=500)
+    source = mp.SourceConfig(
+        rows=[{"prompt": "x" * (900 if i % 4 == 0 else 5)} for i in range(20)], epochs=1, max_prompt_tokens=500
+    )
     with mp.RolloutEngine(config(source=source)) as engine:
         assert len(drain(engine)) == 15
         assert engine.stats().outcomes == {"taken": 15, "filtered:over_long": 5}
@@ -487,7 +558,10 @@ def test_over_long_prompts_are_filtered_counted_and_replaced():
 
 def test_a_refused_over_long_prompt_is_a_fault_that_names_the_row():
     source = mp.SourceConfig(rows=[{"prompt": "x" * 900}], max_prompt_tokens=500, over_long="refuse")
-    with pytest.raises(mp.EngineFault, match=r"row 0: the prompt has .* at most 500 fit"), mp.RolloutEngine(config(source=source)) as engine:
+    with (
+        pytest.raises(mp.EngineFault, match=r"row 0: the prompt has .* at most 500 fit"),
+        mp.RolloutEngine(config(source=source)) as engine,
+    ):
         engine.get(1, timeout=20)
 
 
@@ -568,3 +642,11 @@ def test_the_engines_share_of_the_trainer_process_is_small():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(out) < 150e6
+
+
+def test_places_that_the_gate_cannot_fill_are_warned_about(caplog):
+    mp.RolloutEngine(config(gate=mp.GateConfig(groups_per_update=2, max_lag=1)))
+    assert (
+        "4 live groups of 4 samples cannot keep 2 workers x 16 sample places busy: 16 of 32 places stay empty"
+        in caplog.text
+    )

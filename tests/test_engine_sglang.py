@@ -110,19 +110,25 @@ def test_a_long_request_spans_two_versions_instead_of_being_drained(engine, mode
                 mixed += sum(len(sample.versions) == 2 for sample in group.samples)
     assert mixed > 0
     with engine.get(4, timeout=120) as batch:
-        assert all((group.token_versions == version).all() for group in batch), "all new tokens come from the new weights"
+        assert all((group.token_versions == version).all() for group in batch), (
+            "all new tokens come from the new weights"
+        )
 
 
 def test_greedy_evaluation_uses_the_pushed_weights(engine, models):
     import torch
 
-    greedy = mp.SamplingConfig(group_size=1, max_new_tokens=8, temperature=0, allow_biased_logprobs=True, ignore_eos=True)
+    greedy = mp.SamplingConfig(
+        group_size=1, max_new_tokens=8, temperature=0, allow_biased_logprobs=True, ignore_eos=True
+    )
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     result = engine.evaluate([{"prompt": ids} for ids in prompts], greedy, timeout=60)
     assert result.versions == [engine.policy_version]
     for ids, (got,) in zip(prompts, result.token_ids, strict=True):
         with torch.no_grad():
-            want = models[engine.policy_version].generate(torch.tensor([ids]), do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=3)
+            want = models[engine.policy_version].generate(
+                torch.tensor([ids]), do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=3
+            )
         assert got == want[0, len(ids) :].tolist()
 
 

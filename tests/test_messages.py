@@ -30,7 +30,9 @@ def test_a_full_socket_neither_blocks_nor_loses(ends):
     left, right = ends
     count = 3000
     for i in range(count):
-        left.send(messages.Note(worker=0, ticket=i, attempt=0, reason="reward", error="e" * 500, traceback="", final=False))
+        left.send(
+            messages.Note(worker=0, ticket=i, attempt=0, reason="reward", error="e" * 500, traceback="", final=False)
+        )
     assert left.wants_write
     seen = []
     while len(seen) < count:

@@ -25,7 +25,12 @@ class Scripted:
 
 
 def made(ids, reason="stop", version=3):
-    return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=reason, versions=[VersionSpan(version, 0, len(ids))] if ids else [])
+    return Generation(
+        token_ids=ids,
+        logprobs=[-1.0] * len(ids),
+        finish_reason=reason,
+        versions=[VersionSpan(version, 0, len(ids))] if ids else [],
+    )
 
 
 def session(engine, **sampling):
