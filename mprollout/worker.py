@@ -480,7 +480,7 @@ class RolloutWorker:
         async with self._update_lock:
             self._updates_seen += 1
             try:
-                staged = StagedWeights.open(fd)
+                staged = await asyncio.to_thread(StagedWeights.open, fd)  # its checksum reads every byte
                 try:
                     async with asyncio.timeout(self.config.weights.timeout_s):
                         await self._generator.update_weights(staged, message.version, message.pause)  # type: ignore[arg-type]
