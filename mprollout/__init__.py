@@ -30,7 +30,7 @@ _HOMES = {
         "WeightsConfig",
         "WorkerConfig",
     ),
-    "engine": ("EvaluationResult", "RolloutEngine"),
+    "engine": ("RolloutEngine",),
     "errors": (
         "BatchReleased",
         "BiasedLogprobs",
@@ -56,6 +56,7 @@ _HOMES = {
         "WorkersLost",
         "WorkerStartError",
     ),
+    "evaluation": ("EvaluationResult",),
     "generator": ("VersionSpan",),
     "reward": ("RewardInput",),
     "rollout": ("Session",),
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
         WeightsConfig,
         WorkerConfig,
     )
-    from mprollout.engine import EvaluationResult, RolloutEngine
+    from mprollout.engine import RolloutEngine
     from mprollout.errors import (
         BatchReleased,
         BiasedLogprobs,
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
         WorkersLost,
         WorkerStartError,
     )
+    from mprollout.evaluation import EvaluationResult
     from mprollout.generator import VersionSpan
     from mprollout.reward import RewardInput
     from mprollout.rollout import Session

@@ -34,11 +34,11 @@ from mprollout.errors import (
     WorkersLost,
     WorkerStartError,
 )
+from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger, Reason
 from mprollout.source import PromptSource
-from mprollout.worker import EvaluationItem
 
 log = logging.getLogger("mprollout")
 

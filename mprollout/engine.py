@@ -12,12 +12,11 @@ exact at any moment. `get` consumes nothing unless it returns: what was ingested
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -31,13 +30,12 @@ from mprollout.errors import (
     ConfigError,
     DataExhausted,
     EngineClosed,
-    EngineFault,
     GetTimeout,
     MainGuardMissing,
     RingStarved,
     WeightUpdateFailed,
-    WorkersLost,
 )
+from mprollout.evaluation import EvaluationResult, gather
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
@@ -45,31 +43,11 @@ from mprollout.reward import check
 from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
 from mprollout.source import PromptSource
 from mprollout.stats import EngineStats, describe_workers, waiting_cause, worker_stats
-from mprollout.worker import EvaluationItem, EvaluationRequest
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 STARVED_S = 0.5
 _LIVE_NAMES = {
     getattr(_native, name): name.lower() for name in ("READY", "RUNNING", "PUBLISHING", "DONE", "FILTERED", "FAILED")
 }
-
-
-class EvaluationResult(msgspec.Struct, frozen=True):
-    """What `evaluate` returns, rows in the order given."""
-
-    rewards: npt.NDArray[np.float32]  # float32 [num_rows, group_size]
-    texts: list[list[str]]
-    token_ids: list[list[list[int]]]
-    versions: list[int]
-    """All policy versions that sampled a token of it, ascending: one, unless an update came between."""
-
-    @property
-    def version(self) -> int:
-        """The newest of them."""
-        return self.versions[-1] if self.versions else 0
 
 
 class RolloutEngine:
@@ -398,32 +376,8 @@ class RolloutEngine:
         if not isinstance(rows, SourceConfig):
             rows = msgspec.structs.replace(self.config.source, rows=list(rows), path=None, reasoning_gym=None)
         prompts = PromptSource(msgspec.structs.replace(rows, epochs=1, shuffle_seed=None))
-        ready = [i for i, state in sorted(attendant.states.items()) if state.state == "ready"]
-        if not ready:
-            raise WorkersLost(f"evaluate: no worker is ready; {describe_workers(attendant.segment, attendant.states)}")
         self._evaluations += 1
-        id_ = self._evaluations
-        answers: dict[int, messages.Evaluated | list[EvaluationItem]] = {}
-        attendant.evaluations[id_] = answers
-        shares = {worker: range(k, len(prompts), len(ready)) for k, worker in enumerate(ready) if k < len(prompts)}
-
-        def give_up() -> None:
-            raise GetTimeout(f"evaluate: {len(answers)} of {len(shares)} workers answered within {timeout} s")
-
-        try:
-            for worker, share in shares.items():
-                request = EvaluationRequest([(row, prompts.encode(row)) for row in share], sampling)
-                fd = messages.blob(msgspec.msgpack.encode(request))
-                attendant.keeper.channel.send(messages.Evaluate(id=id_, worker=worker), [fd])
-                os.close(fd)
-            attendant.wait_news(lambda: len(answers) == len(shares), _after(timeout, give_up))
-        finally:
-            del attendant.evaluations[id_]
-        for part in answers.values():
-            if isinstance(part, messages.Evaluated):
-                raise EngineFault(f"evaluate: {part.error}", worker=part.worker, worker_traceback=part.traceback)
-        items = [item for part in answers.values() if not isinstance(part, messages.Evaluated) for item in part]
-        return _evaluation_result(items, sampling.group_size)
+        return gather(attendant, self._evaluations, prompts, sampling, timeout)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -556,19 +510,3 @@ def _after(seconds: float | None, give_up: Callable[[], None]) -> Callable[[], N
     """A function that calls `give_up` once so many seconds have passed; never, for None."""
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     return lambda: give_up() if time.monotonic() > deadline else None
-
-
-def _evaluation_result(items: list[EvaluationItem], size: int) -> EvaluationResult:
-    import numpy as np
-
-    items.sort(key=lambda item: (item.row, item.sample))
-    grid = [items[i : i + size] for i in range(0, len(items), size)]
-    return EvaluationResult(
-        rewards=np.array([[item.reward for item in row] for row in grid], np.float32).reshape(len(grid), size),
-        texts=[[item.text for item in row] for row in grid],
-        token_ids=[[item.token_ids for item in row] for row in grid],
-        versions=sorted({span[0] for item in items for span in item.versions}),
-    )
-
-
-__all__ = ["EvaluationResult", "RolloutEngine"]

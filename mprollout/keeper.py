@@ -32,6 +32,7 @@ import psutil
 
 from mprollout import _native, messages
 from mprollout.config import FaultConfig, WorkerConfig
+from mprollout.generator import PauseMode
 from mprollout.ledger import Reason
 from mprollout.ring import WorkerWord
 
@@ -72,7 +73,7 @@ class _Worker:
 
 class _PendingUpdate(msgspec.Struct):
     version: int
-    pause: str
+    pause: PauseMode
     fd: int
     awaiting: set[int]
     applied: set[int]
@@ -130,7 +131,14 @@ class Keeper:
         log = os.open(
             self.log_dir / f"worker-{worker.index}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
-        command = [sys.executable, "-m", "mprollout.worker", str(theirs.fileno()), str(os.getpid()), str(worker.index)]
+        command = [
+            sys.executable,
+            "-m",
+            "mprollout.worker_process",
+            str(theirs.fileno()),
+            str(os.getpid()),
+            str(worker.index),
+        ]
         worker.process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

@@ -108,7 +108,7 @@ class KeeperProcess:
             assert self.segment is not None
             pid = self.segment.worker_words(index)[WorkerWord.PID]
             with contextlib.suppress(OSError):
-                if pid > 0 and b"mprollout.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if pid > 0 and b"mprollout.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.killpg(pid, signal.SIGKILL)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)

@@ -18,6 +18,8 @@ from typing import ClassVar
 
 import msgspec
 
+from mprollout.generator import PauseMode
+
 MAX_TEXT = 16_000  # characters of a traceback in a message: a datagram must fit the default socket buffer
 
 
@@ -80,7 +82,7 @@ class Update(_Message, frozen=True, kw_only=True):
     """Trainer to keeper to worker: new weights, staged in the memfd beside it."""
 
     version: int
-    pause: str
+    pause: PauseMode
 
 
 class Applied(_Message, frozen=True, kw_only=True):

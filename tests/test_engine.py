@@ -290,7 +290,7 @@ def run_phase(tmp_path: Path, phase: str) -> tuple[subprocess.Popen[str], list[p
     )
     if phase == "start":
         until(
-            lambda: sum("mprollout.worker" in " ".join(p.cmdline()) for p in descendants(trainer.pid)) == 2,
+            lambda: sum("mprollout.worker_process" in " ".join(p.cmdline()) for p in descendants(trainer.pid)) == 2,
             "two workers are starting",
         )
     else:

@@ -1,0 +1,124 @@
+"""A worker's process: its first acts, its config, its engine, and its end. `python -m mprollout.worker_process FD KEEPER_PID INDEX`.
+
+    die_with_parent -> patch_spawn -> Boot (segment, bells, record) -> user's script as __main__ -> RolloutWorker.run -> exit
+
+Invariant: the first act ties this process to the keeper, before anything is imported that could start a child. It ends by `os._exit`:
+an engine's threads and exit hooks must not keep a failed worker alive; the keeper ends what is left of its process group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import multiprocessing.spawn
+import os
+import pickle
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import mprollout
+from mprollout import _native, messages
+from mprollout.config import EngineConfig, SimulatedConfig
+from mprollout.errors import ConfigError, MprolloutError
+from mprollout.orphans import patch_spawn
+
+if TYPE_CHECKING:
+    from mprollout.generator import Generator
+
+PERMANENT = (ValueError, ImportError, AttributeError, OSError, MprolloutError, SyntaxError)
+"""A start that fails by one of these would fail the same way again."""
+
+
+def make_generator(config: EngineConfig, index: int) -> Generator:
+    """The generator that the config names; the only place that knows which ones there are."""
+    if isinstance(config.generator, SimulatedConfig):
+        from mprollout.simulated import SimulatedGenerator
+
+        return SimulatedGenerator(config.generator)
+    from mprollout.sampler import derive_seed
+    from mprollout.sglang_generator import SGLangGenerator
+
+    devices = config.workers.devices[index]
+    return SGLangGenerator(
+        config.generator,
+        devices=devices if isinstance(devices, list) else [devices],
+        max_running_samples=config.workers.max_running_samples,
+        seed=derive_seed(config.seed, index),
+    )
+
+
+def load_rollout(spec: Any) -> Any:
+    """The rollout function: given as "module:function", as itself, or the single turn."""
+    from mprollout.rollout import single_turn
+
+    if spec is None:
+        return single_turn
+    if callable(spec):
+        return spec
+    module, _, name = str(spec).partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"EngineConfig.rollout: expected a function or 'module:function', got {spec!r}: {error}"
+        ) from error
+
+
+def import_main(path: str) -> None:
+    """Make the user's script importable as `__main__`, as multiprocessing's spawn does, so that its functions unpickle."""
+    mprollout._importing_main = path
+    try:
+        multiprocessing.spawn._fixup_main_from_path(path)  # type: ignore[attr-defined]
+    finally:
+        mprollout._importing_main = None
+
+
+async def live(index: int, channel: messages.Channel, fds: list[int]) -> None:
+    """Read the record, make the worker, run it."""
+    record_fd, segment_fd, bell, attendant_bell = fds
+    segment = _native.Segment.attach(segment_fd)
+    os.close(segment_fd)
+    main_path, sys.path[:], pickled = pickle.loads(messages.read_blob(record_fd))
+    if main_path:
+        import_main(main_path)
+    config: EngineConfig = pickle.loads(pickled)
+    from mprollout.worker import RolloutWorker
+
+    generator, rollout = make_generator(config, index), load_rollout(config.rollout)
+    await RolloutWorker(index, config, generator, rollout, segment, channel, bell, attendant_bell).run()
+
+
+def main() -> None:
+    fd, keeper_pid, index = map(int, sys.argv[1:])
+    _native.die_with_parent(keeper_pid)
+    patch_spawn()
+    channel = messages.Channel(socket.socket(fileno=fd))
+    channel.socket.setblocking(True)
+    received = channel.receive()
+    channel.socket.setblocking(False)
+    assert received is not None and isinstance(received[0], messages.Boot)
+    try:
+        asyncio.run(live(index, channel, received[1]))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        channel.socket.setblocking(True)
+        with contextlib.suppress(OSError):
+            channel.send(
+                messages.WorkerFailed(
+                    worker=index,
+                    error=f"{type(error).__name__}: {error}",
+                    traceback=messages.clip(text),
+                    permanent=isinstance(error, PERMANENT),
+                )
+            )
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
