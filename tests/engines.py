@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -69,11 +69,15 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        os.sched_yield()
+        time.sleep(0.005)
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def descendants(pid: int, command: str = "") -> list[psutil.Process]:
+    """All processes below `pid` whose command line holds `command`."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if command in " ".join(process.cmdline()):
+                    found.append(process)
+    return found

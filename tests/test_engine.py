@@ -290,7 +290,7 @@ def run_phase(tmp_path: Path, phase: str) -> tuple[subprocess.Popen[str], list[p
     )
     if phase == "start":
         until(
-            lambda: sum("mprollout.worker_process" in " ".join(p.cmdline()) for p in descendants(trainer.pid)) == 2,
+            lambda: len(descendants(trainer.pid, "mprollout.worker_process")) == 2,
             "two workers are starting",
         )
     else:
@@ -322,7 +322,7 @@ def test_a_killed_trainer_leaves_no_process(tmp_path, phase):
 def test_a_killed_keeper_and_trainer_leave_no_process(tmp_path):
     """vllm#54002: both at once: the workers end by themselves, and the next start cleans the folder."""
     trainer, below = run_phase(tmp_path, "train")
-    keeper = next(p for p in below if "mprollout.keeper" in " ".join(p.cmdline()))
+    keeper = descendants(trainer.pid, "mprollout.keeper")[0]
     for pid in (keeper.pid, trainer.pid):
         os.kill(pid, signal.SIGKILL)
     trainer.communicate(timeout=30)

@@ -5,11 +5,14 @@ What one SGLang engine does by itself is in test_sglang_generator.py; here is wh
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import psutil
 import pytest
 from conftest import session_processes
-from engines import length, until
+from engines import descendants, length, until
 
 import mprollout as mp
 
@@ -130,6 +133,51 @@ def test_greedy_evaluation_uses_the_pushed_weights(engine, models):
                 torch.tensor([ids]), do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=3
             )
         assert got == want[0, len(ids) :].tolist()
+
+
+def test_a_worker_killed_at_work_leaves_nothing_and_comes_back_with_the_current_weights(engine, models):
+    """sglang#23627, sglang#16756, slime#1615: its scheduler and detokenizer end with it; every ticket is delivered once."""
+    until(lambda: engine.stats().workers[0].running_samples > 0, "worker 0 runs samples")
+    victim = psutil.Process(engine.stats().workers[0].pid)
+    below = victim.children(recursive=True)
+    assert len(below) >= 2, "no scheduler and detokenizer below it"
+    victim.kill()
+    assert psutil.wait_procs([victim, *below], timeout=10)[1] == []
+    seen = set()
+    deadline = 400
+    while (state := engine.stats().workers[0]).restarts == 0 or state.state != "ready" or len(seen) < 24:
+        with engine.get(4, timeout=120) as batch:
+            assert seen.isdisjoint(batch.tickets)
+            seen.update(batch.tickets)
+            for group in batch:
+                check_group(group, models)
+        deadline -= 1
+        assert deadline > 0, "worker 0 does not come back"
+    assert engine.stats().workers[0].version == engine.policy_version > 0
+
+
+def test_a_trainer_killed_while_its_workers_start_leaves_nothing(tiny_model, tmp_path):
+    """sglang#23627: kill -9 at the worst moment, while SGLang's processes are being born."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import mprollout as mp
+if __name__ == "__main__":
+    mp.RolloutEngine(mp.EngineConfig(
+        source=mp.SourceConfig(rows=[{{"prompt": "x", "answer": "y"}}]),
+        generator=mp.SGLangConfig(model={str(tiny_model)!r}, device="cpu", dtype="float32"),
+        reward=mp.RewardConfig("exact"),
+        workers=mp.WorkerConfig(devices=["cpu"]),
+    )).start()
+"""
+    )
+    trainer = subprocess.Popen([sys.executable, str(script)])
+    # keeper, worker, and at least the scheduler: told by its parent being the worker and its own spawn command
+    until(lambda: descendants(trainer.pid, "spawn_main"), "SGLang spawns", 120)
+    below = descendants(trainer.pid)
+    trainer.kill()
+    trainer.wait()
+    assert psutil.wait_procs(below, timeout=10)[1] == []
 
 
 def test_the_workers_run_within_their_limits(engine):
