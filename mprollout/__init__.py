@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_importing_main: str | None = None  # set while a worker imports the user's script: an engine made then lacks its guard
+_inside: str = ""  # what this process is, when it is one of mprollout's own: an engine made in it lacks its guard
 
 _HOMES = {
     "batch": ("Batch", "Group", "LeaseWarning", "Packed", "Padded", "Sample"),
@@ -51,6 +51,7 @@ _HOMES = {
         "RewardFault",
         "RingStarved",
         "SampleAborted",
+        "SampleFailed",
         "SourceError",
         "WeightUpdateFailed",
         "WorkersLost",
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
         RewardFault,
         RingStarved,
         SampleAborted,
+        SampleFailed,
         SourceError,
         WeightUpdateFailed,
         WorkersLost,

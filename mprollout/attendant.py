@@ -23,9 +23,10 @@ from typing import Any
 import msgspec
 
 from mprollout import _native, messages
-from mprollout.config import FaultConfig
+from mprollout.config import EngineConfig
 from mprollout.errors import (
     ConfigError,
+    EngineClosed,
     EngineFault,
     KeeperLost,
     PromptsFailing,
@@ -50,7 +51,7 @@ class Attendant:
     """Started by the engine's `start`, stopped by its `close`. Everything public but `lock` may be read from the main thread at any time."""
 
     def __init__(
-        self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, faults: FaultConfig
+        self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, config: EngineConfig
     ) -> None:
         assert keeper.segment is not None
         self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
@@ -64,8 +65,8 @@ class Attendant:
         self.update_done: messages.UpdateDone | None = None
         self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
         """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
-        self._faults = faults
-        self._failed_in_a_row: list[messages.Note | None] = []
+        self._faults, self._over_long = config.fault, config.source.over_long
+        self._failed_in_a_row = self._filtered_in_a_row = 0
         self._taken_before = -1
         self._admitter = _native.Admitter(self.segment)
         self._stopping = False
@@ -75,6 +76,9 @@ class Attendant:
     def stop(self) -> None:
         """End the thread. Called before the keeper is closed, since the thread listens on its descriptors."""
         self._stopping = True
+        with self.news:
+            self.news.notify_all()
+        self.segment.wake_taker()
         self.ring()
         self._thread.join()
 
@@ -91,9 +95,16 @@ class Attendant:
         """Block until `true()`; raises the permanent fault, and whatever `give_up` raises. Ctrl-C gets through."""
         with self.news:
             while not true():
+                if self._stopping:
+                    raise EngineClosed("the engine was closed by another thread")
                 self.raise_fault()
                 give_up()
                 self.news.wait(SAFETY_LOOK_S)
+
+    def send(self, message: messages.Message, fds: list[int] | None = None) -> None:
+        """Send to the keeper; its death is reported as a fault, not here."""
+        with contextlib.suppress(OSError):
+            self.keeper.channel.send(message, fds)
 
     def unadmitted(self) -> int | None:
         """Tickets that the source still has to give; None: endless."""
@@ -131,12 +142,11 @@ class Attendant:
                 name = Reason(reason).name.lower()
                 self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
                 self.gate.ended += 1
-                if state == _native.FAILED:
-                    self._count_failure(ticket, name)
+                self._count_ending(ticket, name, state == _native.FAILED)
             try:
                 while self.fault is None and self.gate.credit > 0 and self._admit_one():
                     pass
-            except (SourceError, ConfigError, _native.GroupTooLarge) as error:
+            except (SourceError, ConfigError) as error:
                 self._set_fault(EngineFault(f"the source cannot go on: {type(error).__name__}: {error}"))
         if ended:
             self.segment.wake_taker()
@@ -150,32 +160,45 @@ class Attendant:
         ticket, last = self.ledger.peek_ticket(), self.source.last_ticket
         if last is not None and ticket >= last:
             return False
-        if not self._admitter.admit(ticket, self.source.encode(ticket)):
-            return False
+        data = self.source.encode(ticket)
+        try:
+            if not self._admitter.admit(ticket, data):
+                return False
+        except _native.GroupTooLarge as error:
+            row = self.source.row(ticket)[0]
+            if self._over_long == "refuse":
+                raise SourceError(f"row {row}: {error} (RingConfig.max_prompt_bytes)") from error
+            log.warning("row %d is over-long: %s (RingConfig.max_prompt_bytes)", row, error)
+            self.ledger.resolve(self.ledger.next_ticket(), f"filtered:{Reason.OVER_LONG.name.lower()}")
+            self.gate.admitted += 1
+            self.gate.ended += 1
+            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), failed=False)
+            return True
         self.ledger.next_ticket()
         self.gate.admitted += 1
         return True
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _count_failure(self, ticket: int, reason: str) -> None:
-        """So many FAILED in a row, and nothing published or taken between them, is no prompt's own fault."""
+    def _count_ending(self, ticket: int, reason: str, failed: bool) -> None:
+        """So many endings in a row, and nothing published or taken between them, are no prompt's own fault: FAILED a few, FILTERED a whole pass."""
         if self.gate.taken != self._taken_before or self.segment.pending():
-            self._failed_in_a_row.clear()
+            self._failed_in_a_row = self._filtered_in_a_row = 0
         self._taken_before = self.gate.taken
+        self._failed_in_a_row += failed
+        self._filtered_in_a_row += not failed
         note = self.notes.get(ticket)
-        self._failed_in_a_row.append(note)
-        limit = self._faults.max_consecutive_failures
-        if len(self._failed_in_a_row) >= limit:
+        last = note.error if note else reason
+        if self._failed_in_a_row >= self._faults.max_consecutive_failures:
             kind = RewardFault if reason == "reward" else PromptsFailing
-            last = note.error if note else reason
-            self._set_fault(
-                self._blame(
-                    kind,
-                    f"{limit} prompts in a row ended FAILED and nothing was published between them; the last: {last}",
-                    note,
-                )
-            )
+            text = f"{self._failed_in_a_row} prompts in a row ended FAILED and nothing was published between them; the last: {last}"
+            self._set_fault(self._blame(kind, text, note))
+        elif (
+            self._filtered_in_a_row >= max(len(self.source), self._faults.max_consecutive_failures)
+            and self.unadmitted() != 0
+        ):
+            text = f"{self._filtered_in_a_row} prompts in a row were filtered ({reason}), a whole pass over the rows; the last: {last}"
+            self._set_fault(self._blame(PromptsFailing, text, note))
 
     def _blame(self, kind: type[EngineFault], text: str, source: messages.Note | messages.Fault | None) -> EngineFault:
         if source is None:
@@ -220,7 +243,7 @@ class Attendant:
                 if (parts := self.evaluations.get(message.id)) is not None:
                     parts[message.worker] = (
                         message
-                        if message.error
+                        if message.error or message.absent
                         else msgspec.msgpack.decode(messages.read_blob(fds.pop()), type=list[EvaluationItem])
                     )
             case messages.Note():

@@ -72,7 +72,7 @@ class Group:
     """The samples of one ticket. Sequence of `Sample`; arrays over all samples are views, concatenated in sample order."""
 
     def __init__(self, lease: Lease) -> None:
-        self._lease = lease
+        self.lease = lease
         self.ticket: int = lease.ticket
         self.worker: int = lease.worker
         self.attempt: int = lease.attempt
@@ -92,7 +92,7 @@ class Group:
                 f"group of ticket {self.ticket}: released; views must be taken before release() or copied"
             )
         index = _INDEX[name]
-        return self._lease.field(index, SCHEMA[index].dtype)
+        return self.lease.field(index, SCHEMA[index].dtype)
 
     @property
     def row(self) -> int:
@@ -145,7 +145,7 @@ class Group:
 
     def _release(self) -> int:
         self._released = True
-        return self._lease.release()
+        return self.lease.release()
 
 
 class Packed(NamedTuple):

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = tyro.cli(Command, args=argv, prog="mprollout", description="Rollouts for RL post-training on one node.")
         return run(args)
-    except MprolloutError as error:
+    except (MprolloutError, OSError) as error:
         print(f"mprollout: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

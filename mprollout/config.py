@@ -8,6 +8,7 @@ Unknown keys fail (msgspec's `forbid_unknown_fields`); a failed check names fiel
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,22 @@ from mprollout.errors import BiasedLogprobs, ConfigError
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shared behaviour of every part: `_require` for rules."""
+    """Shared behaviour of every part: types are checked by msgspec, from Python as from TOML; `_require` is for rules."""
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, os.PathLike):
+                msgspec.structs.force_setattr(self, field.name, os.fspath(value))
+            elif field.type is not Any:
+                try:
+                    msgspec.convert(value, field.type)
+                except msgspec.ValidationError as error:
+                    raise ConfigError(f"{type(self).__name__}.{field.name}: {error}; got {value!r:.200}") from None
+        self._check()
+
+    def _check(self) -> None:
+        """The rules of this part."""
 
     def _require(self, field: str, ok: bool, rule: str) -> None:
         if not ok:
@@ -70,7 +86,7 @@ class SourceConfig(_Config, frozen=True, kw_only=True):
     shuffle_seed: int | None = None
     """Seed of the order inside each epoch; None: file order."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         given = [name for name in ("path", "rows", "reasoning_gym") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"SourceConfig needs exactly one of path, rows, reasoning_gym; got {given or 'none'}")
@@ -112,7 +128,7 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
     die_at_start: bool = False
     """The worker's process ends itself with SIGKILL while starting (a test of restarts)."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require(
             "faults", set(self.faults) <= {"exception", "abort", "swallow", "die"}, "of exception, abort, swallow, die"
         )
@@ -144,11 +160,13 @@ class SamplingConfig(_Config, frozen=True, kw_only=True):
             if getattr(self, name) != neutral
         ] + (["temperature=0 (greedy)"] if self.temperature == 0 else [])
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require_int("group_size", 1)
         self._require_int("max_new_tokens", 1)
-        self._require("temperature", self.temperature >= 0, ">= 0")
+        self._require("temperature", 0 <= self.temperature < math.inf, ">= 0 and finite")
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        self._require("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         if self.biased and not self.allow_biased_logprobs:
             raise BiasedLogprobs(
                 f"SamplingConfig: {', '.join(self.biased)} makes the returned logprobs differ from the distribution "
@@ -172,7 +190,7 @@ class RewardConfig(_Config, frozen=True):
     max_concurrency: int = 256
     """Async rewards under way at once, per worker."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require_seconds("timeout_s")
         self._require_int("workers", 1)
         self._require_int("max_concurrency", 1)
@@ -190,12 +208,18 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     progress_timeout_s: float = 300.0
     """A worker that runs samples and makes no progress for so long is killed and restarted."""
     max_restarts: int = 3
-    """Restarts of one worker before it is given up."""
+    """Restarts of one worker in a row, with no group published between them, before it is given up."""
     env: dict[str, str] = {}
     """Environment variables added in the workers."""
 
-    def __post_init__(self) -> None:
-        self._require("devices", len(self.devices) >= 1 and len(self.devices) <= 64, "a list of 1 to 64 entries")
+    def _check(self) -> None:
+        self._require("devices", 1 <= len(self.devices) <= 64, "a list of 1 to 64 entries")
+        gpus = [
+            gpu for device in self.devices for gpu in (device if isinstance(device, list) else [device]) if gpu != "cpu"
+        ]
+        ok = all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus) and [] not in self.devices
+        self._require("devices", ok, 'GPU numbers >= 0, lists of them, or "cpu"')
+        self._require("devices", len(set(gpus)) == len(gpus), "without a GPU twice")
         self._require_int("max_running_samples", 1)
         self._require_seconds("start_timeout_s")
         self._require_seconds("progress_timeout_s")
@@ -216,7 +240,7 @@ class GateConfig(_Config, frozen=True, kw_only=True):
     """Keep the gate closed until the first `update_weights`, which then is the baseline and counts as no update
     (the trainer's weights are not those of the model on disk). A loaded state implies it."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require_int("groups_per_update", 1, optional=True)
         self._require_int("max_lag", 0, optional=True)
         self._require_int("max_live_groups", 1, optional=True)
@@ -231,21 +255,23 @@ class FaultConfig(_Config, frozen=True, kw_only=True):
 
     max_attempts: int = 3
     """Tries at a ticket before it ends FAILED."""
-    max_deaths_per_ticket: int = 10
-    """Worker deaths a ticket survives; its own, larger bound, so that storms do not burn innocent prompts."""
+    max_deaths_per_ticket: int = 5
+    """Worker deaths a ticket survives; its own, larger bound, so that storms do not burn innocent prompts. After two deaths
+    a ticket runs alone on its worker, so that a poison prompt takes no other with it."""
     sample_timeout_s: float | None = None
     """Deadline of one sample, generation and reward; exceeded, the sample is aborted and the attempt fails. Swallowed completions are noticed by it."""
     retry_delay_s: float = 0.05
     """Pause before the second attempt, doubled for each further one."""
     on_sample_failure: Literal["retry", "shrink", "fail"] = "retry"
     """One sample failed: retry the group, publish it without the sample (at least 2 must remain), or end it FAILED."""
-    max_consecutive_failures: int = 16
+    max_consecutive_failures: int = 8
     """So many tickets in a row ending FAILED with nothing published between them are a permanent fault."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require_int("max_attempts", 1)
         self._require("max_attempts", self.max_attempts <= 255, "<= 255")
         self._require_int("max_deaths_per_ticket", 1)
+        self._require("retry_delay_s", 0 <= self.retry_delay_s < math.inf, "a finite number of seconds >= 0")
         self._require("max_deaths_per_ticket", self.max_deaths_per_ticket <= 254, "<= 254")
         self._require_seconds("sample_timeout_s", optional=True)
         self._require_int("max_consecutive_failures", 1)
@@ -259,7 +285,7 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     """Deadline of one update on one worker."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require_seconds("timeout_s")
 
 
@@ -269,13 +295,13 @@ class RingConfig(_Config, frozen=True, kw_only=True):
     max_group_bytes: int | None = None
     arena_bytes: int | None = None
     """Per worker."""
-    max_prompt_bytes: int = 65536
-    """Longest encoded row (prompt, answer and all its fields)."""
+    max_prompt_bytes: int | None = None
+    """Longest encoded row (prompt, answer and all its fields); a longer one counts as over-long."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for field in ("max_group_bytes", "arena_bytes"):
             self._require_int(field, 4096, optional=True)
-        self._require_int("max_prompt_bytes", 256)
+        self._require_int("max_prompt_bytes", 256, optional=True)
 
 
 class EngineConfig(_Config, frozen=True, kw_only=True):

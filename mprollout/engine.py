@@ -12,6 +12,7 @@ exact at any moment. `get` consumes nothing unless it returns: what was ingested
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ from mprollout.errors import (
     EngineClosed,
     GetTimeout,
     MainGuardMissing,
+    MprolloutError,
     RingStarved,
     WeightUpdateFailed,
 )
@@ -71,10 +73,10 @@ class RolloutEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if mprollout._importing_main is not None:
+        if mprollout._inside:
             raise MainGuardMissing(
-                f"{mprollout._importing_main} makes a RolloutEngine while a worker imports it (workers import the script to find its "
-                'functions); put the code that starts it under `if __name__ == "__main__":`'
+                f"a RolloutEngine is made inside {mprollout._inside}: such processes import the user's modules to find the reward and "
+                'rollout functions; put the code that starts an engine under `if __name__ == "__main__":`'
             )
         check(config.reward)
         self.config = config
@@ -90,8 +92,14 @@ class RolloutEngine:
         self._updates_at = {
             0: 0
         }  # completed updates once a version is in force: what a token of that version counts from
-        self._getting = threading.Lock()
-        self._parked: Batch | None = None
+        self._taker: int | None = (
+            None  # thread in `get`; a thread that finds itself here was interrupted in the one before
+        )
+        self._updating = threading.Lock()
+        self._unanswered = 0  # version of an update that was interrupted before its answer came
+        self._parked: list[Group] = []  # delivered, not yet handed over
+        self._taken_before = 0
+        self._pid = os.getpid()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._confirmed: dict[str, Any] | None = None
         self._evaluations = 0
@@ -136,16 +144,14 @@ class RolloutEngine:
             WorkerStartError: a worker cannot start; carries its traceback.
             KeeperLost: the keeper ended during the start.
         """
-        if self._started:
-            raise EngineClosed("the engine was started before; make a new one")
+        if self._started or self._closed:
+            raise EngineClosed("the engine was started or closed before; make a new one")
         self._started = True
         try:
             self._keeper = KeeperProcess(self.config, self.plan)
             assert self._keeper.segment is not None
             self._consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
-            self._attendant = attendant = Attendant(
-                self._keeper, self.source, self._gate, self._ledger, self.config.fault
-            )
+            self._attendant = attendant = Attendant(self._keeper, self.source, self._gate, self._ledger, self.config)
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
@@ -154,7 +160,7 @@ class RolloutEngine:
 
     def close(self) -> None:
         """End all processes and free the memory. Blocks at most about 5 s. Idempotent; safe in any state."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child owns none of it
             return
         self._closed = True
         if self._attendant is not None:
@@ -185,30 +191,44 @@ class RolloutEngine:
         """
         if not (type(n) is int and n >= 1):
             raise ConfigError(f"get(n): n must be an integer >= 1; got {n!r}")
+        if timeout is not None and not (type(timeout) in (int, float) and timeout >= 0):
+            raise ConfigError(f"get(timeout): expected seconds >= 0 or None; got {timeout!r}")
         attendant, consumer = self._running()
-        if not self._getting.acquire(blocking=False):
-            raise ConcurrentGet(f"get({n}): another get is under way; there is one taker at a time")
+        with attendant.lock:
+            me = threading.get_ident()
+            if self._taker not in (None, me):
+                raise ConcurrentGet(f"get({n}): another get is under way; there is one taker at a time")
+            self._taker = me
         try:
-            return self._get(n, timeout, attendant, consumer)
+            self._fill_parked(n, timeout, attendant, consumer)
+            with attendant.lock:
+                batch = self._book(n)
+            attendant.ring()
+        except RuntimeError as error:
+            if self._closed and not isinstance(error, MprolloutError):
+                raise EngineClosed(f"get({n}): the engine was closed by another thread") from error
+            raise
         finally:
             self._waiting_for = ""
-            self._getting.release()
+            self._taker = None
+        del self._parked[:n]  # nothing below can be interrupted: from here on the caller has them
+        return batch
 
-    def _get(self, n: int, timeout: float | None, attendant: Attendant, consumer: _native.Consumer) -> Batch:
-        if self._parked is not None and len(self._parked) == n:
-            batch, self._parked = self._parked, None
-            return batch
+    def _fill_parked(self, n: int, timeout: float | None, attendant: Attendant, consumer: _native.Consumer) -> None:
+        """Wait until n groups are delivered and parked. An interrupted `get` leaves them parked for the next one."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
+        with attendant.lock:
+            consumer.deliver([group.lease for group in self._parked])  # idempotent
+        while (missing := n - len(self._parked)) > 0:
             seen = consumer.news()
             with attendant.lock:
-                leases = self._deliverable(n, attendant, consumer)
-                if len(leases) == n:
-                    batch = self._deliver(leases, consumer)
-                    break
+                leases = self._deliverable(missing, attendant, consumer)
+                if len(leases) == missing:
+                    self._deliver(leases, consumer)
+                    return
+                attendant.raise_fault()
                 self._check_meetable(n, attendant)
-            attendant.raise_fault()
-            self._check_room(n, attendant, consumer)
+            self._check_room(missing, attendant, consumer)
             left = min(SAFETY_LOOK_S, deadline - time.monotonic())
             if left <= 0:
                 raise GetTimeout(
@@ -217,9 +237,9 @@ class RolloutEngine:
                 )
             self._waiting_for = waiting_cause(attendant.segment, attendant.states, self._gate.live)
             # In ticket order any publish may be the one that its turn waits for; in publish order only the n-th counts.
-            consumer.wait(attendant.segment.pending() + 1 if self._in_ticket_order else n - len(leases), seen, left)
-        attendant.ring()
-        return batch
+            wanted = attendant.segment.pending() + 1 if self._in_ticket_order else missing
+            consumer.wait(wanted, seen, left)
+            self._running()  # closed by another thread meanwhile?
 
     @property
     def _in_ticket_order(self) -> bool:
@@ -227,8 +247,9 @@ class RolloutEngine:
 
     def _deliverable(self, n: int, attendant: Attendant, consumer: _native.Consumer) -> list[_native.Lease]:
         """Up to n groups that may be delivered now, in order; they stay held until `_deliver`."""
+        parked = {group.ticket for group in self._parked}
         if not self._in_ticket_order:
-            held = consumer.held()
+            held = [lease for lease in consumer.held() if lease.ticket not in parked]
             if len(held) + attendant.segment.pending() >= n:
                 while len(held) < n and (lease := consumer.take()) is not None:
                     held.append(lease)
@@ -241,25 +262,31 @@ class RolloutEngine:
         while len(leases) < n:
             if (lease := by_ticket.get(ticket)) is not None:
                 leases.append(lease)
-            elif not self._ledger.is_resolved(ticket):  # ended tickets are skipped; a live one is waited for
+            elif (
+                not self._ledger.is_resolved(ticket) and ticket not in parked
+            ):  # ended ones are skipped; a live one is waited for
                 break
             ticket += 1
         return leases
 
-    def _deliver(self, leases: list[_native.Lease], consumer: _native.Consumer) -> Batch:
-        """The one step that consumes: under the lock, native delivery and bookkeeping together."""
-        batch = Batch([Group(lease) for lease in leases])
-        for group in batch:
+    def _deliver(self, leases: list[_native.Lease], consumer: _native.Consumer) -> None:
+        """Park the groups, then deliver them in one native step that no signal cuts; what an interrupt leaves between the two, `_fill_parked` does."""
+        groups = [Group(lease) for lease in leases]
+        for group in groups:
             versions = group.field("span_versions")
             oldest = int(versions.min()) if len(versions) else self.policy_version
             group.lag = self._gate.updates - self._updates_at[oldest]
-        self._batches.add(batch)
-        self._parked = batch  # an interrupt between here and the end of this step: the next get returns it
+        self._parked = [*self._parked, *groups]
         consumer.deliver(leases)
-        for lease in leases:
-            self._ledger.resolve(lease.ticket, "taken")
-        self._gate.taken += len(leases)
-        self._parked = None
+
+    def _book(self, n: int) -> Batch:
+        """Mark the first n parked tickets taken. Interrupted anywhere, it can run again; `state_dict` leaves parked tickets out in any case."""
+        batch = Batch(self._parked[:n])
+        for group in batch:
+            if not self._ledger.is_resolved(group.ticket):
+                self._ledger.resolve(group.ticket, "taken")
+        self._gate.taken = self._ledger.taken - self._taken_before
+        self._batches.add(batch)
         return batch
 
     def _check_meetable(self, n: int, attendant: Attendant) -> None:
@@ -293,7 +320,8 @@ class RolloutEngine:
             leased = sum(len(batch) for batch in self._batches if not batch.released)
             raise RingStarved(
                 f"get({n}): no worker has room for another group (arenas of {self.plan.arena_bytes:,} bytes, up to {self.plan.max_group_bytes:,} a group) "
-                f"and {leased} taken groups were not released: use `with engine.get(n) as batch:`, or raise RingConfig.arena_bytes"
+                f"and {leased} taken groups were not released (or views of released ones are kept): use `with engine.get(n) as batch:`, copy what you keep, "
+                "or raise RingConfig.arena_bytes"
             )
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -316,43 +344,58 @@ class RolloutEngine:
         from mprollout.weights import stage
 
         attendant, _ = self._running()
-        attendant.raise_fault()
-        with attendant.lock:
-            self._gate.check_update()
-        staged = stage(source)
-        self._minted += 1
-        version = self._minted
-        self._updates_at[version] = self._gate.updates + (0 if self._gate.awaits_weights else 1)
-        try:
-            attendant.keeper.channel.send(
-                messages.Update(version=version, pause=self.config.weights.pause), [staged.fd]
-            )
-        finally:
-            staged.close()
-        limit = timeout if timeout is not None else self.config.weights.timeout_s + 30
+        limit_s = timeout if timeout is not None else self.config.weights.timeout_s + 30
+        with self._updating:
+            attendant.raise_fault()
+            with attendant.lock:
+                self._gate.check_update()
+            staged = stage(source)
+            try:
+                version = self._push(staged.fd, limit_s, attendant)
+            finally:
+                staged.close()
+        attendant.ring()
+        return version
 
-        def give_up() -> None:
-            raise WeightUpdateFailed(
-                f"update {version}: not applied by all workers within {limit:.0f} s; {describe_workers(attendant.segment, attendant.states)}"
-            )
+    def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
+        def answered(version: int) -> bool:
+            return version == 0 or (attendant.update_done is not None and attendant.update_done.version >= version)
 
         attendant.wait_news(
-            lambda: attendant.update_done and attendant.update_done.version == version, _after(limit, give_up)
-        )
+            lambda: answered(self._unanswered), lambda: None
+        )  # one that was interrupted was given up: soon
+        self._minted += 1
+        version = self._unanswered = self._minted
+        # Until all have applied it, its tokens count as no newer than the updates completed so far.
+        self._updates_at[version] = self._gate.updates
+        deadline = time.monotonic() + limit_s
+
+        def check_time() -> None:
+            if time.monotonic() > deadline:
+                attendant.send(
+                    messages.GiveUpUpdate(version=version, why=f"not applied by all workers within {limit_s:.0f} s")
+                )
+
+        try:
+            attendant.send(messages.Update(version=version, pause=self.config.weights.pause), [fd])
+            attendant.wait_news(lambda: answered(version), check_time)
+        except BaseException:
+            attendant.send(messages.GiveUpUpdate(version=version, why="interrupted"))
+            raise
         done = attendant.update_done
         assert done is not None
         if done.failures:
             first = done.failures[0]
             raise WeightUpdateFailed(
-                f"update {version}: {len(done.failures)} of {len(self.config.workers.devices)} workers did not apply it; the policy version "
-                f"stays {self.policy_version}: {first.error}",
+                f"update {version}: not applied by all {len(self.config.workers.devices)} workers; the policy version stays {self.policy_version}, "
+                f"and workers that had applied it go back: {first.error}; {describe_workers(attendant.segment, attendant.states)}",
                 worker=first.worker,
                 worker_traceback=first.traceback,
             )
         with attendant.lock:
             self.policy_version = version
             self._gate.updated()
-        attendant.ring()
+            self._updates_at[version] = self._gate.updates
         return version
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -372,12 +415,20 @@ class RolloutEngine:
             GetTimeout: not done in time.
         """
         attendant, _ = self._running()
-        sampling = sampling or self.config.sampling
-        if not isinstance(rows, SourceConfig):
-            rows = msgspec.structs.replace(self.config.source, rows=list(rows), path=None, reasoning_gym=None)
-        prompts = PromptSource(msgspec.structs.replace(rows, epochs=1, shuffle_seed=None))
+        attendant.raise_fault()
+        sampling = self.config.sampling if sampling is None else sampling
+        if not isinstance(sampling, SamplingConfig):
+            raise ConfigError(f"evaluate(sampling): expected a SamplingConfig; got {sampling!r:.200}")
+        source = rows if isinstance(rows, SourceConfig) else self._like_source(rows)
         self._evaluations += 1
-        return gather(attendant, self._evaluations, prompts, sampling, timeout)
+        source = msgspec.structs.replace(source, epochs=1, shuffle_seed=None)
+        return gather(attendant, self._evaluations, source, sampling, timeout)
+
+    def _like_source(self, rows: Sequence[Any]) -> SourceConfig:
+        own = self.config.source
+        gym = own.reasoning_gym is not None and own.prompt_field == "prompt"
+        field = "question" if gym else own.prompt_field
+        return msgspec.structs.replace(own, rows=list(rows), path=None, reasoning_gym=None, prompt_field=field)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -386,7 +437,7 @@ class RolloutEngine:
         attendant, _ = self._running()
         with attendant.lock:
             return {
-                "ledger": self._ledger.state(),
+                "ledger": self._ledger.state(without={group.ticket for group in self._parked}),
                 "source": self.source.fingerprint,
                 "minted": self._minted,
                 "policy_version": self.policy_version,
@@ -400,14 +451,19 @@ class RolloutEngine:
         """
         if self._started:
             raise ConfigError("load_state_dict comes before start(): a running engine has admitted tickets already")
-        if state.get("source") != self.source.fingerprint:
+        try:
+            ledger, source, minted = state["ledger"], state["source"], int(state["minted"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"state: expected what state_dict() returned; got {state!r:.200} ({error!r})") from error
+        if source != self.source.fingerprint:
             raise ConfigError(
-                f"state: made over source {state.get('source')!r}, this engine has {self.source.fingerprint!r}; "
+                f"state: made over source {source!r}, this engine has {self.source.fingerprint!r}; "
                 "the same rows, order seed and row count are needed"
             )
-        self._ledger = Ledger.from_state(state["ledger"])
+        self._ledger = Ledger.from_state(ledger)
+        self._taken_before = self._ledger.taken
         self._gate = Gate(msgspec.structs.replace(self.config.gate, await_weights=True), self.plan.max_live_groups)
-        self._minted = int(state["minted"])  # version numbers are never used twice
+        self._minted = minted  # version numbers are never used twice
         self._updates_at = dict.fromkeys((0, self._minted), 0)
 
     def confirm(self, state: dict[str, Any]) -> None:
@@ -448,7 +504,10 @@ class RolloutEngine:
         with attendant.lock:
             table = attendant.segment.table()
             live = {row[0]: _LIVE_NAMES[row[1]] for row in table}
-            if len(live) != len(table):
+            live.update(
+                (group.ticket, "parked") for group in self._parked if not self._ledger.is_resolved(group.ticket)
+            )
+            if len({row[0] for row in table}) != len(table):
                 raise AssertionError(
                     f"audit: a ticket stands twice in the live table: {sorted(row[0] for row in table)}"
                 )
@@ -467,6 +526,8 @@ class RolloutEngine:
             return counts
 
     def _running(self) -> tuple[Attendant, _native.Consumer]:
+        if os.getpid() != self._pid:
+            raise EngineClosed("the engine belongs to the process that made it; a forked child has none")
         if self._closed or self._attendant is None or self._consumer is None:
             raise EngineClosed(
                 "the engine is closed" if self._closed else "the engine is not started: use `with engine:` or start()"

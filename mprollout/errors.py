@@ -21,7 +21,7 @@ class MemoryBudgetError(ConfigError):
 
 
 class MainGuardMissing(MprolloutError, RuntimeError):
-    """A script starts an engine while it is being imported by a worker: it needs `if __name__ == "__main__":`."""
+    """An engine is made inside a worker or reward process (it reaches the trainer in a `WorkerStartError`): the script needs `if __name__ == "__main__":`."""
 
 
 class SourceError(MprolloutError, ValueError):
@@ -111,6 +111,10 @@ class RewardError(MprolloutError, ValueError):
 
 class SampleAborted(MprolloutError):
     """A sample ended without a usable completion: names the sample and the engine's reason."""
+
+
+class SampleFailed(MprolloutError):
+    """A sample's rollout or reward function ended in a way that would have ended the worker; names the sample."""
 
 
 class GroupTooLarge(MprolloutError, ValueError):

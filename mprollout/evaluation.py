@@ -9,17 +9,19 @@ row and every sample, in order, or the evaluation raises; `gather` counts the sh
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sized
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from mprollout import messages
-from mprollout.config import SamplingConfig
-from mprollout.errors import EngineFault, GetTimeout, WorkersLost
+from mprollout.config import SamplingConfig, SourceConfig
+from mprollout.errors import EngineFault, GetTimeout
+from mprollout.source import PromptSource
 from mprollout.stats import describe_workers
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mprollout.attendant import Attendant
-    from mprollout.source import PromptSource
 
 
 class EvaluationItem(msgspec.Struct, frozen=True):
@@ -42,9 +43,10 @@ class EvaluationItem(msgspec.Struct, frozen=True):
 
 
 class EvaluationRequest(msgspec.Struct, frozen=True):
-    """One worker's share: (row number, encoded prompt)."""
+    """One worker's share: (row number, encoded prompt), how to render and how to sample them."""
 
     prompts: list[tuple[int, bytes]]
+    source: SourceConfig
     sampling: SamplingConfig
 
 
@@ -64,57 +66,70 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 
 async def run_share(
-    request: EvaluationRequest, run_one: Callable[[int, bytes, int, SamplingConfig], Awaitable[EvaluationItem]]
+    request: EvaluationRequest, run_row: Callable[[int, bytes], Awaitable[list[EvaluationItem]]]
 ) -> list[EvaluationItem]:
-    """On the worker: all samples of a share at once; the first failure cancels the rest and is raised."""
-    samples = range(request.sampling.group_size)
-    tasks = [
-        asyncio.ensure_future(run_one(row, data, i, request.sampling)) for row, data in request.prompts for i in samples
-    ]
+    """On the worker: all rows of a share at once; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(run_row(row, data)) for row, data in request.prompts]
     try:
-        return await asyncio.gather(*tasks)
+        return [item for items in await asyncio.gather(*tasks) for item in items]
     finally:
         for task in tasks:
             task.cancel()
 
 
 def gather(
-    attendant: Attendant, id_: int, prompts: PromptSource, sampling: SamplingConfig, timeout: float | None
+    attendant: Attendant, id_: int, source: SourceConfig, sampling: SamplingConfig, timeout: float | None
 ) -> EvaluationResult:
-    """On the trainer: deal the rows out to the ready workers and collect the answers. Blocks.
+    """On the trainer: deal the rows out to the ready workers and collect the answers. Blocks. A share whose worker died is dealt again.
 
     Raises:
-        WorkersLost: no worker is ready.
         EngineFault: a worker failed; carries its traceback.
         GetTimeout: not done within `timeout` seconds.
     """
-    ready = [i for i, state in sorted(attendant.states.items()) if state.state == "ready"]
-    if not ready:
-        raise WorkersLost(f"evaluate: no worker is ready; {describe_workers(attendant.segment, attendant.states)}")
-    shares = {worker: range(k, len(prompts), len(ready)) for k, worker in enumerate(ready) if k < len(prompts)}
+    prompts = PromptSource(source)
+    render = msgspec.structs.replace(source, path="-", rows=None, reasoning_gym=None)
     answers: dict[int, messages.Evaluated | list[EvaluationItem]] = {}
     attendant.evaluations[id_] = answers
     deadline = math.inf if timeout is None else time.monotonic() + timeout
+    items: list[EvaluationItem] = []
 
     def check_time() -> None:
         if time.monotonic() > deadline:
-            raise GetTimeout(f"evaluate: {len(answers)} of {len(shares)} workers answered within {timeout} s")
+            raise GetTimeout(
+                f"evaluate: {len(items)} samples of {len(prompts)} rows came within {timeout} s; {describe_workers(attendant.segment, attendant.states)}"
+            )
+
+    def ready() -> list[int]:
+        return [i for i, state in sorted(attendant.states.items()) if state.state == "ready"]
 
     try:
-        for worker, share in shares.items():
-            request = EvaluationRequest([(row, prompts.encode(row)) for row in share], sampling)
-            fd = messages.blob(msgspec.msgpack.encode(request))
-            attendant.keeper.channel.send(messages.Evaluate(id=id_, worker=worker), [fd])
-            os.close(fd)
-        attendant.wait_news(lambda: len(answers) == len(shares), check_time)
+        rows = list(range(len(prompts)))
+        while rows:
+            attendant.wait_news(ready, check_time)
+            workers = ready()
+            shares = {worker: rows[k :: len(workers)] for k, worker in enumerate(workers) if k < len(rows)}
+            answers.clear()
+            for worker, share in shares.items():
+                request = EvaluationRequest([(row, prompts.encode(row)) for row in share], render, sampling)
+                fd = messages.blob(msgspec.msgpack.encode(request))
+                attendant.send(messages.Evaluate(id=id_, worker=worker), [fd])
+                os.close(fd)
+            attendant.wait_news(functools.partial(_all_in, answers, shares), check_time)
+            rows = []
+            for worker, part in answers.items():
+                if not isinstance(part, messages.Evaluated):
+                    items.extend(part)
+                elif part.absent:
+                    rows.extend(shares[worker])
+                else:
+                    raise EngineFault(f"evaluate: {part.error}", worker=worker, worker_traceback=part.traceback)
     finally:
         del attendant.evaluations[id_]
-    items: list[EvaluationItem] = []
-    for part in answers.values():
-        if isinstance(part, messages.Evaluated):
-            raise EngineFault(f"evaluate: {part.error}", worker=part.worker, worker_traceback=part.traceback)
-        items.extend(part)
     return _in_rows(items, sampling.group_size)
+
+
+def _all_in(answers: Sized, shares: Sized) -> bool:
+    return len(answers) == len(shares)
 
 
 def _in_rows(items: list[EvaluationItem], size: int) -> EvaluationResult:

@@ -32,9 +32,10 @@ import psutil
 
 from mprollout import _native, messages
 from mprollout.config import FaultConfig, WorkerConfig
+from mprollout.errors import ConfigError
 from mprollout.generator import PauseMode
 from mprollout.ledger import Reason
-from mprollout.ring import WorkerWord
+from mprollout.ring import SUSPECT_DEATHS, WorkerWord
 
 TICK_S = 1.0
 STOP_GRACE_S = 2.0
@@ -59,8 +60,10 @@ class _Worker:
         self.index = index
         self.state = "lost"
         self.restarts = 0
+        self.restarts_in_a_row = self.published = self.failed_starts = 0
         self.ever_ready = self.served = False
-        self.failed_starts = 0
+        self.innocent_tickets = False
+        """Killed for a reason that is no ticket's fault."""
         self.pid = self.pidfd = -1
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: messages.Channel | None = None
@@ -152,7 +155,7 @@ class Keeper:
         theirs.close()
         worker.pid, worker.channel = worker.process.pid, channel
         worker.pidfd = os.pidfd_open(worker.pid)
-        worker.failed, worker.kill_reason, worker.served = None, "", False
+        worker.failed, worker.kill_reason, worker.served, worker.innocent_tickets = None, "", False, False
         worker.state, worker.start_at = "starting", time.monotonic()
         words = self.segment.worker_words(worker.index)
         words[WorkerWord.PID], words[WorkerWord.RESTARTS] = worker.pid, worker.restarts
@@ -228,6 +231,8 @@ class Keeper:
                     self.ending = True
                 case messages.Update():
                     self._begin_update(message, fds[0])
+                case messages.GiveUpUpdate():
+                    self._give_up_update(message)
                 case messages.Evaluate():
                     self._forward_evaluation(message, fds[0])
                 case _:
@@ -289,34 +294,43 @@ class Keeper:
         with contextlib.suppress(OSError):
             worker.channel.send(message, fds)
 
-    def _kill(self, worker: _Worker, reason: str) -> None:
+    def _deaths(self, recovered: _native.Recovered) -> int:
+        """Deaths of the tickets that a dead worker held, all together."""
+        held = {*recovered.reissued, *recovered.failed}
+        return sum(row[3] for row in self.segment.table() if row[0] in held)
+
+    def _kill(self, worker: _Worker, reason: str, innocent_tickets: bool = False) -> None:
         """End a worker's process group; the pidfd reports the death."""
-        worker.kill_reason = reason
+        worker.kill_reason, worker.innocent_tickets = reason, innocent_tickets
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
 
     def _on_worker_death(self, worker: _Worker) -> None:
         self._on_worker(worker)  # its last words
         exit_code = self._bury(worker)
+        max_deaths = self.record.fault.max_deaths_per_ticket
         recovered = _native.recover(
-            self.segment,
-            worker.index,
-            self.record.fault.max_deaths_per_ticket,
-            Reason.DEATHS,
-            count_death=not worker.kill_reason,
+            self.segment, worker.index, max_deaths, Reason.DEATHS, count_death=not worker.innocent_tickets
         )
         for id_, index in [e for e in self.evaluations if e[1] == worker.index]:
             self.evaluations.discard((id_, index))
-            self._tell(messages.Evaluated(id=id_, worker=index, error=f"worker {index} (pid {worker.pid}) died"))
+            self._tell(messages.Evaluated(id=id_, worker=index, absent=True))
         words = self.segment.worker_words(worker.index)
         words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
         failed = worker.failed
         permanent = failed is not None and failed.permanent and not worker.ever_ready
         error = worker.kill_reason or (failed.error if failed else f"died with {describe_exit(exit_code)}")
         error += f"; {len(recovered.reissued)} tickets re-issued, {len(recovered.published)} published ones stay"
-        if permanent or worker.restarts >= self.record.workers.max_restarts:
+        published = words[WorkerWord.GROUPS_PUBLISHED]
+        if published != worker.published:
+            worker.published, worker.restarts_in_a_row = published, 0
+        suspect_alone = (
+            len(recovered.reissued) + len(recovered.failed) == 1 and self._deaths(recovered) > SUSPECT_DEATHS
+        )
+        if permanent or (worker.restarts_in_a_row >= self.record.workers.max_restarts and not suspect_alone):
             worker.state = "lost"
         else:
+            worker.restarts_in_a_row += not suspect_alone  # the death is that ticket's, which ends FAILED in the end
             worker.state = "restarting"
             # A worker that served restarts at once; one that dies while starting waits longer each time.
             worker.failed_starts = 0 if worker.served else worker.failed_starts + 1
@@ -410,9 +424,23 @@ class Keeper:
             else:
                 update.applied.add(worker.index)
         if message.error and (message.harmed or worker.state == "syncing"):
-            self._kill(worker, f"weight update {message.version} failed: {message.error}")
+            self._kill(worker, f"weight update {message.version} failed: {message.error}", innocent_tickets=True)
         elif worker.state == "syncing" and (current or update is None):
             self._let_go(worker)
+        self._maybe_end_update()
+
+    def _give_up_update(self, message: messages.GiveUpUpdate) -> None:
+        """The trainer waits no longer: who has not answered by now is late, and killed."""
+        if self.update is None or self.update.version != message.version:
+            return
+        late, self.update.awaiting = self.update.awaiting, set()
+        self.update.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
+        for index in late:
+            self._kill(
+                self.workers[index],
+                f"weight update {message.version} was not applied: {message.why}",
+                innocent_tickets=True,
+            )
         self._maybe_end_update()
 
     def _maybe_end_update(self) -> None:
@@ -426,11 +454,25 @@ class Keeper:
         self.update = None
         if update.failures:
             os.close(update.fd)
+            self._take_back(update)
         else:
             if self.good is not None:
                 os.close(self.good[1])
             self.good = (update.version, update.fd)
         self._tell(messages.UpdateDone(version=update.version, failures=update.failures))
+
+    def _take_back(self, update: _PendingUpdate) -> None:
+        """Workers that applied a refused update get the last good copy again (what they sample meanwhile is stamped with the refused version)."""
+        for worker in (self.workers[index] for index in update.applied):
+            if worker.state == "ready" and self.good is not None:
+                worker.state = "syncing"
+                self._send_weights(worker)
+            elif worker.pidfd >= 0:
+                self._kill(
+                    worker,
+                    f"weight update {update.version} was refused and there is no earlier copy",
+                    innocent_tickets=True,
+                )
 
     def _forward_evaluation(self, message: messages.Evaluate, fd: int) -> None:
         worker = self.workers[message.worker]
@@ -438,9 +480,7 @@ class Keeper:
             self.evaluations.add((message.id, worker.index))
             self._send(worker, message, [fd])
         else:
-            self._tell(
-                messages.Evaluated(id=message.id, worker=worker.index, error=f"worker {worker.index} is {worker.state}")
-            )
+            self._tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
         os.close(fd)
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -488,10 +528,14 @@ def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict
             "OMP_NUM_THREADS", "1"
         )  # several engines on few cores trip over each other's thread pools
     else:
-        numbers = device if isinstance(device, list) else [device]
+        numbers = [int(number) for number in (device if isinstance(device, list) else [device])]
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else None
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[int(n)] if names else str(n) for n in numbers)
+        names = visible.split(",") if visible else [str(number) for number in range(max(numbers) + 1)]
+        if max(numbers) >= len(names):
+            raise ConfigError(
+                f"WorkerConfig.devices: GPU {max(numbers)} is asked for, CUDA_VISIBLE_DEVICES={visible!r} has {len(names)}"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
     environment.update(settings.env)
     return environment
 

@@ -18,11 +18,12 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from mprollout import _native, messages
 from mprollout.config import EngineConfig
 from mprollout.errors import ConfigError, KeeperLost
-from mprollout.keeper import KeeperRecord
+from mprollout.keeper import KeeperRecord, worker_environment
 from mprollout.ring import Plan, WorkerWord, segment_arguments
 
 BOOT_TIMEOUT_S = 60.0
@@ -39,12 +40,24 @@ class KeeperProcess:
             ConfigError: the config cannot be sent to another process.
             KeeperLost: it ended, or did not answer within 60 s.
         """
+        for index in range(len(config.workers.devices)):
+            worker_environment(
+                config.workers, index, Path()
+            )  # raises for a GPU that CUDA_VISIBLE_DEVICES does not name
+        log_dir = Path(config.run_dir).resolve() / "logs" if config.run_dir else None
+        try:
+            if log_dir is not None:
+                log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"EngineConfig.run_dir={config.run_dir!r}: no folder can be made there: {error}"
+            ) from error
         record = KeeperRecord(
             segment=segment_arguments(plan),
             workers=config.workers,
             fault=config.fault,
             worker_record=_worker_record(config),
-            log_dir=str(Path(config.run_dir).resolve() / "logs") if config.run_dir else None,
+            log_dir=str(log_dir) if log_dir else None,
         )
         self.segment: _native.Segment | None = None
         self.bell = -1
@@ -104,12 +117,14 @@ class KeeperProcess:
         """After the keeper's death: end the workers' process groups that still stand, remove its temporary folder."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(CLOSE_TIMEOUT_S)
-        for index in range(self.segment.workers if self.segment is not None else 0):
-            assert self.segment is not None
-            pid = self.segment.worker_words(index)[WorkerWord.PID]
-            with contextlib.suppress(OSError):
-                if pid > 0 and b"mprollout.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.killpg(pid, signal.SIGKILL)
+        if self.segment is not None:
+            sessions = {self.segment.worker_words(index)[WorkerWord.PID] for index in range(self.segment.workers)} - {0}
+            for (
+                pid
+            ) in psutil.pids():  # a worker leads its own session; all that it started is in it, its leader dead or not
+                with contextlib.suppress(OSError):
+                    if os.getsid(pid) in sessions:
+                        os.kill(pid, signal.SIGKILL)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
@@ -127,7 +142,7 @@ class KeeperProcess:
 
 
 def _worker_record(config: EngineConfig) -> bytes:
-    """(main path, sys.path, config): the config by pickle, since it may name the user's functions; rows travel one by one."""
+    """(main's module name, its path, sys.path, config): the config by pickle, since it may name the user's functions; rows travel one by one."""
     source = msgspec.structs.replace(config.source, path="-", rows=None, reasoning_gym=None)
     try:
         pickled = pickle.dumps(msgspec.structs.replace(config, source=source))
@@ -135,12 +150,14 @@ def _worker_record(config: EngineConfig) -> bytes:
         raise ConfigError(
             f"the config cannot be sent to the workers: {error}; give functions of a module's top level, or 'module:function'"
         ) from error
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    needs_main = any(
-        getattr(function, "__module__", None) == "__main__" for function in (config.reward.function, config.rollout)
-    )
-    if needs_main and (path is None or not os.path.exists(path)):
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    path = getattr(main, "__file__", None)
+    functions = (config.reward.function, config.rollout)
+    if not any(getattr(function, "__module__", None) == "__main__" for function in functions):
+        name = path = None
+    elif name is None and (path is None or not os.path.exists(path)):
         raise ConfigError(
             "a reward or rollout function is defined in an interactive session; put it into a module that workers can import"
         )
-    return pickle.dumps((os.path.abspath(path) if needs_main and path else None, sys.path, pickled))
+    return pickle.dumps((name, os.path.abspath(path) if path else None, sys.path, pickled))

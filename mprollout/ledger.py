@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import enum
+from collections.abc import Collection
 from typing import Any
 
 from mprollout.errors import ConfigError
@@ -50,10 +51,19 @@ class Ledger:
     def __init__(self) -> None:
         self.watermark = 0
         """All tickets below are resolved. In ticket order it is the next one to deliver."""
-        self.counts: collections.Counter[str] = collections.Counter()
-        """Resolved tickets by outcome: `taken`, `filtered:<reason>`, `failed:<reason>`. Statistics, not the proof."""
+        self._ended: collections.Counter[str] = collections.Counter()
         self._above: set[int] = set()
         self._next = 0
+
+    @property
+    def taken(self) -> int:
+        """Tickets that the trainer has."""
+        return self.resolved - sum(self._ended.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Resolved tickets by outcome: `taken`, `filtered:<reason>`, `failed:<reason>`. Statistics, not the proof."""
+        return {**({"taken": self.taken} if self.taken else {}), **self._ended}
 
     def next_ticket(self) -> int:
         """Hand out the lowest ticket that is neither resolved nor handed out."""
@@ -71,7 +81,8 @@ class Ledger:
     @property
     def resolved(self) -> int:
         """Tickets with an outcome."""
-        return self.watermark + len(self._above)
+        watermark = self.watermark
+        return watermark + sum(ticket >= watermark for ticket in self._above)
 
     @property
     def admitted_below(self) -> int:
@@ -91,21 +102,27 @@ class Ledger:
             raise AssertionError(
                 f"ticket {ticket} ({outcome}) is resolved twice or was never admitted; watermark {self.watermark}, next {self._next}"
             )
-        self.counts[outcome] += 1
+        if outcome != "taken":
+            self._ended[outcome] += 1
+        # Each step leaves a consistent state behind, since a signal may raise between any two (the main thread takes).
         self._above.add(ticket)
-        while self.watermark in self._above:
-            self._above.remove(self.watermark)
-            self.watermark += 1
+        watermark = self.watermark
+        while watermark in self._above:
+            watermark += 1
+        self.watermark = watermark
+        if ticket < watermark:
+            self._above = {above for above in self._above if above >= watermark}
 
-    def state(self) -> dict[str, Any]:
-        """JSON-able: the watermark and the runs [first, last] of resolved tickets above it."""
+    def state(self, without: Collection[int] = ()) -> dict[str, Any]:
+        """JSON-able: the watermark and the runs [first, last] of resolved tickets above it; `without` counts as not resolved."""
+        watermark = min([self.watermark, *without])
         runs: list[list[int]] = []
-        for ticket in sorted(self._above):
+        for ticket in sorted({*range(watermark, self.watermark), *self._above}.difference(without)):
             if runs and runs[-1][1] == ticket - 1:
                 runs[-1][1] = ticket
             else:
                 runs.append([ticket, ticket])
-        return {"format": _FORMAT, "watermark": self.watermark, "resolved_above": runs, "counts": dict(self.counts)}
+        return {"format": _FORMAT, "watermark": watermark, "resolved_above": runs, "ended": dict(self._ended)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Ledger:
@@ -114,10 +131,15 @@ class Ledger:
         Raises:
             ConfigError: not a state of this format.
         """
-        if state.get("format") != _FORMAT:
-            raise ConfigError(f"state: expected a ledger state of format {_FORMAT}, got {state!r:.200}")
-        ledger = cls()
-        ledger.watermark = ledger._next = int(state["watermark"])
-        ledger._above = {ticket for first, last in state["resolved_above"] for ticket in range(first, last + 1)}
-        ledger.counts.update(state.get("counts", {}))
+        try:
+            if state["format"] != _FORMAT:
+                raise ValueError("another format")
+            ledger = cls()
+            ledger.watermark = ledger._next = int(state["watermark"])
+            ledger._above = {ticket for first, last in state["resolved_above"] for ticket in range(first, last + 1)}
+            ledger._ended.update(state["ended"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"state: expected a ledger state of format {_FORMAT}, got {state!r:.200} ({error!r})"
+            ) from error
         return ledger

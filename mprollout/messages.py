@@ -85,6 +85,13 @@ class Update(_Message, frozen=True, kw_only=True):
     pause: PauseMode
 
 
+class GiveUpUpdate(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper: wait no longer for workers to apply this version."""
+
+    version: int
+    why: str
+
+
 class Applied(_Message, frozen=True, kw_only=True):
     """Worker to keeper: the result of an update. `harmed`: the engine's weights are undefined."""
 
@@ -110,10 +117,11 @@ class Evaluate(_Message, frozen=True, kw_only=True):
 
 
 class Evaluated(_Message, frozen=True, kw_only=True):
-    """Worker to keeper to trainer: an `EvaluationPart` in the memfd beside it, or an error."""
+    """Worker to keeper to trainer: the share's items in the memfd beside it, or an error; `absent`: the worker is not there, deal again."""
 
     id: int
     worker: int
+    absent: bool = False
     error: str = ""
     traceback: str = ""
 
@@ -148,6 +156,7 @@ Message = (
     | Stop
     | WorkerState
     | Update
+    | GiveUpUpdate
     | Applied
     | UpdateDone
     | Evaluate

@@ -37,10 +37,14 @@ from typing import Any
 
 import msgspec
 
+import mprollout
 from mprollout.config import RewardConfig
 from mprollout.errors import ConfigError, EngineClosed, MprolloutError, RewardError
 from mprollout.generator import FinishReason
 from mprollout.source import Prompt, gym_dataset
+
+CANCEL_GRACE_S = 1.0
+"""How long a cancelled call may still take to end by itself before its process is killed."""
 
 START_TIMEOUT_S = 120.0
 """Longest start of a reward process, the import of the function's module included; not counted against `timeout_s`."""
@@ -323,6 +327,7 @@ def _failure(error: BaseException) -> _Outcome:
 def _serve(connection: socket.socket, pickled: bytes) -> None:
     """A reward process: makes its function, says that it is ready, then answers one call after the other until the end of file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which ends its workers in order
+    mprollout._inside = "a reward process"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler inherited from SGLang's process would not end a hung call
     function: Callable[..., Any] | None = None
     broken = _Outcome()
@@ -405,7 +410,7 @@ class RewardPool:
 
     Sync functions run in `workers` spawned processes, one call each at a time; async ones run on the loop,
     `max_concurrency` at once; "exact" is too cheap to send away and runs on the loop too. A call that waits for its place
-    is not yet timed. A process whose call exceeds `timeout_s`, or is cancelled, is killed and replaced at once.
+    is not yet timed. A process whose call exceeds `timeout_s`, or is cancelled and does not end within a second, is killed and replaced.
 
     Made in the process's main thread after the worker has its `__main__` in place: a function of the user's script
     is found through it, here and (by multiprocessing's own preparation) in the reward processes.
@@ -432,6 +437,7 @@ class RewardPool:
         self._idle: list[_Process] = []  # started, and without a call
         self._processes: set[_Process] = set()  # idle or serving
         self._killed: list[SpawnProcess] = []  # not yet reaped
+        self._calls: set[asyncio.Task[_Outcome]] = set()
         self._closed = False
 
     def warm(self) -> None:
@@ -442,7 +448,7 @@ class RewardPool:
             atexit.register(self.close)
 
     async def score_one(self, sample: RewardInput) -> float:
-        """The reward of one sample (`per="sample"`). Cancelling it kills the function.
+        """The reward of one sample (`per="sample"`). A cancelled call that does not end within a second is killed.
 
         Raises:
             RewardTimeout: the function ran longer than `timeout_s`.
@@ -453,7 +459,7 @@ class RewardPool:
         return (await self._score([sample]))[0]
 
     async def score(self, samples: list[RewardInput]) -> list[float]:
-        """The rewards of a group (`per="group"`), in its order. Cancelling it kills the function. Raises as `score_one`."""
+        """The rewards of a group (`per="group"`), in its order. A cancelled call that does not end within a second is killed. Raises as `score_one`."""
         return await self._score(samples)
 
     def close(self) -> None:
@@ -493,16 +499,35 @@ class RewardPool:
 
     async def _call(self, samples: list[RewardInput]) -> list[float]:
         self.warm()
-        async with self._places:  # the wait is not timed, and a call cancelled in it costs no process
-            if self._closed:
-                raise EngineClosed("the reward pool is closed")
-            process = self._idle.pop() if self._idle else self._start()
-            outcome = None
-            try:
-                outcome = await self._ask(process, samples)
-            finally:
-                self._give_back(process, reusable=outcome is not None)
+        await self._places.acquire()  # the wait is not timed, and a call cancelled in it costs no process
+        if self._closed:
+            self._places.release()
+            raise EngineClosed("the reward pool is closed")
+        process = self._idle.pop() if self._idle else self._start()
+        call = asyncio.ensure_future(self._one_call(process, samples))
+        self._calls.add(call)
+        call.add_done_callback(self._on_call_done)
+        try:
+            outcome = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # Most calls end in a moment, and a kill costs the start of a process: a group's siblings are cancelled by the dozen.
+            asyncio.get_running_loop().call_later(CANCEL_GRACE_S, call.cancel)
+            raise
         return outcome.unwrap(_where(samples))
+
+    async def _one_call(self, process: _Process, samples: list[RewardInput]) -> _Outcome:
+        outcome = None
+        try:
+            outcome = await self._ask(process, samples)
+            return outcome
+        finally:
+            self._give_back(process, reusable=outcome is not None)
+            self._places.release()
+
+    def _on_call_done(self, call: asyncio.Task[_Outcome]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # its waiter may be gone
 
     async def _ask(self, process: _Process, samples: list[RewardInput]) -> _Outcome:
         limit = f"did not start within {START_TIMEOUT_S} s"

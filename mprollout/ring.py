@@ -22,6 +22,7 @@ from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.generator import FINISH_REASONS, VersionSpan
 
+SUSPECT_DEATHS = 2  # a ticket that saw so many workers die runs alone
 SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
 
 
@@ -83,10 +84,10 @@ def plan(config: EngineConfig) -> Plan:
         live = (gate.max_lag + 1) * batch
     else:
         live = max(2 * batch, 2 * workers * -(-config.workers.max_running_samples // sampling.group_size))
-    # A prompt has at most as many tokens as bytes (every token of a byte-level vocabulary stands for one byte or more).
-    prompt_tokens = config.source.max_prompt_tokens or min(
-        _context_length(config) or 1 << 30, config.ring.max_prompt_bytes
-    )
+    context = _context_length(config) or 8192
+    prompt_tokens = config.source.max_prompt_tokens or context
+    # Eight bytes a token leave room for long words, an answer and a few more fields.
+    max_prompt_bytes = config.ring.max_prompt_bytes or max(65536, 8 * prompt_tokens)
     max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(sampling, prompt_tokens)
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
@@ -111,7 +112,7 @@ def plan(config: EngineConfig) -> Plan:
         descriptors=live + 4 * batch + 16,
         arena_bytes=arena_bytes,
         max_group_bytes=max_group_bytes,
-        max_prompt_bytes=_round_up(config.ring.max_prompt_bytes, 64),
+        max_prompt_bytes=_round_up(max_prompt_bytes, 64),
         max_live_groups=live,
     )
 

@@ -20,7 +20,7 @@ import msgspec
 
 from mprollout import _native, messages
 from mprollout.config import EngineConfig, SamplingConfig
-from mprollout.errors import MprolloutError, RewardError, SampleAborted
+from mprollout.errors import MprolloutError, RewardError, SampleAborted, SampleFailed
 from mprollout.ledger import Reason
 from mprollout.places import Place, Places
 from mprollout.reward import RewardInput, RewardPool, RewardRaised
@@ -44,11 +44,7 @@ class Made(msgspec.Struct):
 
 
 class Sampler:
-    """One a worker; used in its event loop.
-
-    Args:
-        report_broken_reward: told once the reward has failed for prompt after prompt (message, traceback).
-    """
+    """One a worker; used in its event loop."""
 
     def __init__(
         self,
@@ -56,7 +52,6 @@ class Sampler:
         generator: Generator,
         rollout: RolloutFunction,
         words: memoryview,
-        report_broken_reward: Callable[[str, str], None],
     ) -> None:
         self.generator = generator
         self.places = Places(config.workers.max_running_samples)
@@ -64,9 +59,6 @@ class Sampler:
         """Weight updates begun: an abort that one of them caused is not the prompt's failure."""
         self._config, self._rollout, self._words = config, rollout, words
         self._rewards = RewardPool(config.reward)
-        self._report_broken_reward = report_broken_reward
-        self._reward_ever_ok = False
-        self._reward_failing: set[int] = set()
 
     def warm(self) -> None:
         """Start the reward processes early, beside the engine."""
@@ -77,15 +69,26 @@ class Sampler:
         self._rewards.close()
 
     async def run_group(
-        self, prompt: Prompt, prompt_ids: list[int], name: str, seed: int, tell: Callable[[BaseException], None]
+        self,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        name: str,
+        seed: int,
+        *,
+        sampling: SamplingConfig | None = None,
+        tell: Callable[[BaseException], None] | None = None,
     ) -> list[Made]:
-        """All samples of one attempt. One failure ends the siblings, unless the group may shrink: then `tell` hears of it.
+        """All samples of one attempt, scored. One failure ends the siblings, unless the group may shrink: then `tell` hears of it.
+
+        Args:
+            sampling: the training settings, or an evaluation's own.
+            tell: whether and to whom a shrinking group tells of the samples it goes without; None: the group never shrinks.
 
         Raises:
             Exception: the first failure; its note names the sample.
         """
-        sampling = self._config.sampling
-        shrink = self._config.fault.on_sample_failure == "shrink"
+        sampling = sampling or self._config.sampling
+        shrink = tell is not None and self._config.fault.on_sample_failure == "shrink"
         places = [self.places.request() for _ in range(sampling.group_size)]
         tasks = [
             asyncio.ensure_future(
@@ -103,17 +106,15 @@ class Sampler:
             if failed and not (shrink and len(tasks) - len(failed) >= 2):
                 raise failed[0][1]
             for _, error in failed:
-                tell(error)
+                if tell is not None:
+                    tell(error)
         finally:
             for task, place in zip(tasks, places, strict=True):
                 task.cancel()
                 place.release()  # a task that was cancelled before it ran releases nothing itself
             await asyncio.gather(*tasks, return_exceptions=True)
         made = [task.result() for task in tasks if not task.exception()]
-        if self._config.reward.per == "group":
-            rewards = await self._scored(prompt.ticket, self._rewards.score([one.input for one in made]))
-            for one, reward in zip(made, rewards, strict=True):
-                one.reward = reward
+        await self.score_group(made)
         return made
 
     async def run_one(
@@ -137,23 +138,35 @@ class Sampler:
                     self._count_running()
                     made = Made(session.sample, _reward_input(prompt, session, index))
                     if self._config.reward.per == "sample":
-                        made.reward = await self._scored(prompt.ticket, self._rewards.score_one(made.input))
+                        made.reward = await self._counted(self._rewards.score_one(made.input))
                     return made
-                except asyncio.CancelledError:
+                except asyncio.CancelledError as error:
                     if deadline.expired():
                         raise TimeoutError(
                             f"sample {name} (worker pid {os.getpid()}) exceeded sample_timeout_s={limit_s}"
                         ) from None
-                    raise
+                    if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                        raise
+                    raise SampleFailed(
+                        f"sample {name}: the rollout or reward function raised CancelledError"
+                    ) from error
+                except (
+                    SystemExit,
+                    KeyboardInterrupt,
+                ) as error:  # would end the event loop, and every neighbour with it
+                    raise SampleFailed(
+                        f"sample {name}: the rollout or reward function raised {type(error).__name__}"
+                    ) from error
         finally:
             place.release()
             self._count_running()
 
-    async def score_alone(self, made: Made) -> float:
-        """The reward of a sample outside of any group, whatever the reward scores at once."""
+    async def score_group(self, made: list[Made]) -> None:
+        """Fill in the rewards of a group that is scored at once; nothing to do for a per-sample reward."""
         if self._config.reward.per == "group":
-            made.reward = (await self._scored(made.input.prompt.ticket, self._rewards.score([made.input])))[0]
-        return made.reward
+            rewards = await self._counted(self._rewards.score([one.input for one in made]))
+            for one, reward in zip(made, rewards, strict=True):
+                one.reward = reward
 
     async def _generate(
         self, prompt: Prompt, prompt_ids: list[int], sampling: SamplingConfig, name: str, seed: int
@@ -181,28 +194,12 @@ class Sampler:
         words[WorkerWord.RUNNING_SAMPLES] = held
         words[WorkerWord.PEAK_RUNNING_SAMPLES] = max(words[WorkerWord.PEAK_RUNNING_SAMPLES], held)
 
-    async def _scored(self, ticket: int, scoring: Awaitable[T]) -> T:
+    async def _counted(self, scoring: Awaitable[T]) -> T:
         self._words[WorkerWord.REWARDING_SAMPLES] += 1
         try:
-            result = await scoring
-        except Exception as error:
-            self._count_reward_failure(ticket, error)
-            raise
+            return await scoring
         finally:
             self._words[WorkerWord.REWARDING_SAMPLES] -= 1
-        self._reward_ever_ok = True
-        self._reward_failing.clear()
-        return result
-
-    def _count_reward_failure(self, ticket: int, error: Exception) -> None:
-        """One bad prompt fails alone; a reward that fails prompt after prompt is broken for good."""
-        self._reward_failing.add(ticket)
-        limit = self._config.fault.max_consecutive_failures
-        if len(self._reward_failing) >= (limit if self._reward_ever_ok else min(4, limit)):
-            text = (
-                f"the reward failed for {len(self._reward_failing)} prompts in a row: {type(error).__name__}: {error}"
-            )
-            self._report_broken_reward(text, text_of(error))
 
 
 def _reward_input(prompt: Prompt, session: Session, index: int) -> RewardInput:

@@ -167,6 +167,8 @@ def stage(
             entries[name] = _Entry(dtype, tuple(shape), at)
             for chunk in chunks:
                 at, checksum = _append(fd, chunk, at, checksum)
+        if not entries:
+            raise ValueError("staging weights: the source has no tensors")
         header = msgspec.msgpack.encode(entries)
         at, checksum = _append(fd, header, at, checksum)
         _append(fd, _FOOTER.pack(len(header), checksum, _MAGIC), at, 0)

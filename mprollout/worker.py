@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mprollout import _native, messages
-from mprollout.config import EngineConfig, SamplingConfig
+from mprollout.config import EngineConfig
 from mprollout.errors import ConfigError
 from mprollout.evaluation import EvaluationItem, EvaluationRequest, run_share
 from mprollout.ledger import Reason
-from mprollout.ring import WorkerWord, encode_group
+from mprollout.ring import SUSPECT_DEATHS, WorkerWord, encode_group
 from mprollout.rollout import RolloutFunction
 from mprollout.sampler import Sampler, derive_seed, reason_of, text_of
 from mprollout.source import Prompt, render
@@ -61,10 +61,11 @@ class RolloutWorker:
         self._words = segment.worker_words(index)
         self._producer = _native.Producer(segment, index)
         self._generator = generator
-        self._sampler = Sampler(config, generator, rollout, self._words, self._report_broken_reward)
+        self._sampler = Sampler(config, generator, rollout, self._words)
         self._rung, self._go, self._stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()  # of these, the tickets
         self._claims: dict[int, _native.Claim] = {}
         self._update_lock = asyncio.Lock()
         self._max_prompt_tokens = 0
@@ -103,13 +104,15 @@ class RolloutWorker:
                 f"SamplingConfig.max_new_tokens={new} leaves no room for a prompt: the model's context length is {context}"
             )
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._fatal.done():
             self._fatal.set_exception(error)
 
@@ -123,8 +126,13 @@ class RolloutWorker:
             if claim is None:
                 claim = await self._sleep_until_claim()
             self._claims[claim.ticket] = claim
-            self._spawn(self._run_ticket(claim))
-            await asyncio.sleep(0)  # its samples stand in line for their places before the next look
+            if claim.deaths < SUSPECT_DEATHS:
+                self._running.add(self._spawn(self._run_ticket(claim)))
+                await asyncio.sleep(0)  # its samples stand in line for their places before the next look
+            else:  # alone, so that its next death is charged to no other
+                while self._running:
+                    await asyncio.wait(self._running)
+                await self._spawn(self._run_ticket(claim))
 
     async def _sleep_until_claim(self) -> _native.Claim:
         """Say idle, then look again (the admitter admits, then looks for idle workers: one of the two sees the other)."""
@@ -176,7 +184,7 @@ class RolloutWorker:
             seed = derive_seed(self._config.seed, claim.ticket, claim.attempt + 256 * claim.deaths)
             try:
                 tell = functools.partial(self._note, claim, final=False)
-                made = await self._sampler.run_group(prompt, prompt_ids, name, seed, tell)
+                made = await self._sampler.run_group(prompt, prompt_ids, name, seed, tell=tell)
                 meta = [prompt.row, self._generator.version, claimed_ns, time.monotonic_ns()]
                 arrays = encode_group(meta, prompt_ids, [one.sample for one in made], [one.reward for one in made])
                 if self._producer.publish(claim, arrays):
@@ -225,10 +233,6 @@ class RolloutWorker:
                 final=final,
             )
         )
-
-    def _report_broken_reward(self, text: str, traceback_text: str) -> None:
-        if not self._stop.is_set():
-            self._send(messages.Fault(kind="reward", worker=self._index, message=text, traceback=traceback_text))
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -294,17 +298,35 @@ class RolloutWorker:
     async def _evaluate(self, message: messages.Evaluate, fd: int) -> None:
         request = msgspec.msgpack.decode(messages.read_blob(fd), type=EvaluationRequest)
 
-        async def run_one(row: int, data: bytes, i: int, sampling: SamplingConfig) -> EvaluationItem:
+        async def run_row(row: int, data: bytes) -> list[EvaluationItem]:
             prompt = Prompt.decode(data)
-            ids = render(prompt, self._config.source, self._generator.tokenizer)
-            name, seed = f"eval{message.id}.{row}.{i}", derive_seed(self._config.seed, ~message.id, row, i)
-            made = await self._sampler.run_one(self._sampler.places.request(), prompt, ids, sampling, name, seed, i)
-            reward = await self._sampler.score_alone(made)
-            spans = [(span.version, span.start, span.end) for span in made.sample.versions]
-            return EvaluationItem(row, i, made.sample.token_ids, made.input.text, reward, spans)
+            ids = render(prompt, request.source, self._generator.tokenizer)
+            room = self._generator.context_length - request.sampling.max_new_tokens
+            if len(ids) > room:
+                raise ValueError(
+                    f"row {row}: the prompt has {len(ids)} tokens, at most {room} fit beside max_new_tokens={request.sampling.max_new_tokens}"
+                )
+            made = await self._sampler.run_group(
+                prompt,
+                ids,
+                f"eval{message.id}.{row}",
+                derive_seed(self._config.seed, ~message.id, row),
+                sampling=request.sampling,
+            )
+            return [
+                EvaluationItem(
+                    row,
+                    i,
+                    one.sample.token_ids,
+                    one.input.text,
+                    one.reward,
+                    [(v, start, end) for v, start, end in one.sample.versions],
+                )
+                for i, one in enumerate(made)
+            ]
 
         try:
-            items = await run_share(request, run_one)
+            items = await run_share(request, run_row)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self._send(messages.Evaluated(id=message.id, worker=self._index, error=text, traceback=text_of(error)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import inspect
 import multiprocessing.spawn
 import os
 import pickle
@@ -56,24 +57,24 @@ def load_rollout(spec: Any) -> Any:
 
     if spec is None:
         return single_turn
-    if callable(spec):
-        return spec
-    module, _, name = str(spec).partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"EngineConfig.rollout: expected a function or 'module:function', got {spec!r}: {error}"
-        ) from error
+    function = spec
+    if isinstance(spec, str):
+        module, _, name = spec.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"EngineConfig.rollout: expected 'module:function', got {spec!r}: {error}") from error
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"EngineConfig.rollout: expected `async def rollout(session, prompt)`, got {spec!r}")
+    return function
 
 
-def import_main(path: str) -> None:
+def import_main(name: str | None, path: str | None) -> None:
     """Make the user's script importable as `__main__`, as multiprocessing's spawn does, so that its functions unpickle."""
-    mprollout._importing_main = path
-    try:
+    if name is not None:  # python -m package.module
+        multiprocessing.spawn._fixup_main_from_name(name)  # type: ignore[attr-defined]
+    elif path is not None:
         multiprocessing.spawn._fixup_main_from_path(path)  # type: ignore[attr-defined]
-    finally:
-        mprollout._importing_main = None
 
 
 async def live(index: int, channel: messages.Channel, fds: list[int]) -> None:
@@ -81,9 +82,8 @@ async def live(index: int, channel: messages.Channel, fds: list[int]) -> None:
     record_fd, segment_fd, bell, attendant_bell = fds
     segment = _native.Segment.attach(segment_fd)
     os.close(segment_fd)
-    main_path, sys.path[:], pickled = pickle.loads(messages.read_blob(record_fd))
-    if main_path:
-        import_main(main_path)
+    main_name, main_path, sys.path[:], pickled = pickle.loads(messages.read_blob(record_fd))
+    import_main(main_name, main_path)
     config: EngineConfig = pickle.loads(pickled)
     from mprollout.worker import RolloutWorker
 
@@ -95,6 +95,7 @@ def main() -> None:
     fd, keeper_pid, index = map(int, sys.argv[1:])
     _native.die_with_parent(keeper_pid)
     patch_spawn()
+    mprollout._inside = f"worker {index}"
     channel = messages.Channel(socket.socket(fileno=fd))
     channel.socket.setblocking(True)
     received = channel.receive()

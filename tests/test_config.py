@@ -10,7 +10,7 @@ from mprollout.ring import plan
     ("make", "message"),
     [
         (lambda: mp.SamplingConfig(group_size=0), r"SamplingConfig.group_size must be an integer >= 1; got 0"),
-        (lambda: mp.SamplingConfig(group_size="8"), r"group_size must be an integer >= 1; got '8'"),
+        (lambda: mp.SamplingConfig(group_size="8"), r"group_size: Expected `int`, got `str`; got '8'"),
         (lambda: mp.SamplingConfig(temperature=-1), r"temperature must be >= 0"),
         (lambda: mp.GateConfig(max_lag=1), r"max_lag needs groups_per_update"),
         (lambda: mp.GateConfig(max_live_groups=0), r"max_live_groups must be an integer >= 1 or None; got 0"),

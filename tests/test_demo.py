@@ -327,7 +327,7 @@ def test_three_steps_on_real_input(tmp_path):
     samples = pq.read_table(tmp_path / "run" / "samples.parquet").to_pylist()
     assert len(samples) == 3 * 2 * 4
     assert all("<|im_start|>assistant" in sample["prompt"] and sample["text"] for sample in samples)
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["version"] for step in steps] == [1, 2, 3]
     assert all(step["logprob_diff"] is None or step["logprob_diff"] < 1e-4 for step in steps)
 
@@ -339,7 +339,7 @@ def test_the_tiny_model_learns_on_the_real_engine(tmp_path):
     result = run_demo(DemoArgs(seed=7, steps=160, eval_every=80, out=tmp_path / "run"))
     assert 0.15 <= result.began_at <= 0.35
     assert result.ended_at >= 1.4 * result.began_at
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(step.get("lag_max", 0) for step in steps) == 1
     versions = pq.read_table(tmp_path / "run" / "samples.parquet").column("versions").to_pylist()
     assert any(len(set(spans)) == 2 for spans in versions), "no sample lived through an update"
