@@ -16,7 +16,8 @@ ARGS ?=
 
 NATIVE := $(sort $(wildcard native/*.h native/*.cpp))
 SANITIZED := $(sort $(wildcard native/tests/*.cpp))
-CXX_FILES = $(NATIVE) $(SANITIZED)
+CRASH := $(sort $(wildcard native/crash/*.h native/crash/*.cpp))
+CXX_FILES = $(NATIVE) $(SANITIZED) $(CRASH)
 
 .PHONY: help
 help: ## Show this list
@@ -78,6 +79,19 @@ sanitize: $(SAN_THREAD) $(SAN_ADDRESS) ## native/tests under ThreadSanitizer, th
 	    echo "== $$program"; \
 	    TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) ./$$program; \
 	done; echo "sanitize: $(words $(SAN_THREAD) $(SAN_ADDRESS)) programs passed"
+
+# Without sanitizers: it single-steps processes, whose every load TSan would turn into hundreds of instructions.
+build/crash/crash_points: native/crash/crash_points.cpp $(CRASH) $(NATIVE)
+	@mkdir -p $(@D)
+	g++ -std=c++20 -O1 -g -Wall -Wextra -Inative -pthread $< -o $@
+
+.PHONY: crash
+crash: build/crash/crash_points ## Kill and stop processes at every step of the ring (1 minute; ARGS=--all: every instruction)
+	@./$< $(ARGS)
+
+.PHONY: model
+model: ## Check the ring's spin model, and that each mutation of it fails (2 minutes; ARGS=--long: the large bounds)
+	@python3 native/model/check.py $(ARGS)
 
 .PHONY: bench
 bench: setup ## Benchmarks (pytest-benchmark) in bench/, results also in build/bench.json

@@ -236,9 +236,8 @@ class RolloutEngine:
                     f"credit {self._gate.credit}, next in order: ticket {self._ledger.watermark}; {describe_workers(attendant.segment, attendant.states)}"
                 )
             self._waiting_for = waiting_cause(attendant.segment, attendant.states, self._gate.live)
-            # In ticket order any publish may be the one that its turn waits for; in publish order only the n-th counts.
-            wanted = attendant.segment.pending() + 1 if self._in_ticket_order else missing
-            consumer.wait(wanted, seen, left)
+            # In ticket order all was ingested and any publish may be the one that its turn waits for; else only the n-th counts.
+            consumer.wait(1 if self._in_ticket_order else missing - len(leases), seen, left)
             self._running()  # closed by another thread meanwhile?
 
     @property

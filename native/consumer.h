@@ -73,17 +73,20 @@ inline bool delivered(const Mapping& m, const Taken& t) {
 inline void deliver(const Mapping& m, const Taken& t) {
     Entry done = Entry::unpack(t.table_word);
     done.state = DONE;
+    // [D1]
     hand_over(m.table_word(t.entry), t.table_word, done.pack());
 }
 
 inline void release(const Taker& taker, const Taken& t) {
     if (!taker.here()) return;  // a forked child's copy gives nothing back
     std::uint64_t mine = taken_by(taker.epoch);
+    // [D2]
     // seq_cst: releases this process's reads of the extent, and DONE, to the worker's and recovery's loads; then the idle
     // mask: pairs with set_idle. Fails when a later taker owns it now.
     if (!taker.mapping->descriptor(t.worker, t.descriptor)
              .word.compare_exchange_strong(mine, kReleased, std::memory_order_seq_cst))
         return;
+    // [D3]
     if (taker.bell >= 0 && taker.mapping->hot().idle.load(std::memory_order_seq_cst) != 0) {
         const std::uint64_t one = 1;
         [[maybe_unused]] const ssize_t n = ::write(taker.bell, &one, sizeof one);  // EAGAIN: it rings already
@@ -112,22 +115,28 @@ public:
     std::optional<Taken> take() {
         check_open();
         if (!backlog_.empty()) {
+            // [T1]
             const Taken t = backlog_.front();
             backlog_.pop_front();
             return t;
         }
         Hot& hot = m_->hot();
         const std::uint64_t h = hot.head.load(std::memory_order_relaxed);  // this handle alone moves it
+        // [T2]
         if (!filled(*m_, h)) return std::nullopt;
+        // [T3]
         advance_tail(*m_, h);
         const Cell c = Cell::unpack(m_->cell(h).load(std::memory_order_acquire));  // pairs with enqueue's CAS
         check_cell(c, h);
         Descriptor& d = m_->descriptor(c.worker, c.descriptor);
         const Taken t = describe(c.worker, c.descriptor, h);
+        // [T4]
         d.position.store(h, std::memory_order_relaxed);  // before TAKEN, which releases it
+        // [T5]
         // release: recovery and a next taker that see TAKEN see the position. TAKEN before head, else a death of this
         // process in between would lose the group, and a recovery that sees the new head would free it.
         d.word.store(taken_by(taker_->epoch), std::memory_order_release);
+        // [T6]
         hot.head.store(h + 1, std::memory_order_release);  // pairs with enqueue's and live_descriptors' loads of head
         return t;
     }
@@ -135,9 +144,11 @@ public:
     // In groups, the backlog of a dead taker included.
     std::uint64_t target(std::uint64_t count) const {
         const std::uint64_t head = m_->hot().head.load(std::memory_order_relaxed);
+        // [W2]
         return count <= backlog_.size() ? head : head + count - backlog_.size();
     }
 
+    // [W1]
     std::uint32_t news() const { return m_->hot().wake_sequence.load(std::memory_order_seq_cst); }  // see wake_taker()
 
     // The descriptors stay TAKEN: what was not released comes back to the next taker.
@@ -165,6 +176,7 @@ private:
         Word& owner = m_->hot().taker;
         // acq_rel: pairs with the previous owner's close(), or with nothing if it died: its stores are in memory then.
         std::uint64_t was = owner.load(std::memory_order_acquire);
+        // [A1]
         do {
             const std::uint64_t other = was & ((1 << kPidBits) - 1);
             const Process p = was == 0 ? Process{} : look_up(other);
@@ -185,26 +197,33 @@ private:
 
     // What a previous taker had TAKEN and not RELEASED, by position. It may have died between TAKEN and head.
     void adopt() {
+        // [A2]
         m_->hot().wake_at.store(kNever, std::memory_order_seq_cst);  // the dead one may have been asleep
         const std::uint64_t h = m_->hot().head.load(std::memory_order_relaxed);
+        // [A3]
         if (filled(*m_, h)) {
             const Cell c = Cell::unpack(m_->cell(h).load(std::memory_order_acquire));  // pairs with enqueue's CAS
             check_cell(c, h);
             const Descriptor& d = m_->descriptor(c.worker, c.descriptor);
+            // [A4]
             // A position is never repeated, so TAKEN at this one is this cell's group.
             if ((d.word.load(std::memory_order_acquire) & kStateMask) == kTaken &&
                 d.position.load(std::memory_order_relaxed) == h) {
+                // [A5]
                 advance_tail(*m_, h);
+                // [A6]
                 m_->hot().head.store(h + 1, std::memory_order_release);  // as in take()
             }
         }
         for (std::uint64_t w = 0; w < m_->shape().workers; ++w)
             for (std::uint64_t i = 0; i < m_->shape().descriptors; ++i) {
                 Descriptor& d = m_->descriptor(w, i);
-                if ((d.word.load(std::memory_order_acquire) & kStateMask) != kTaken) continue;  // pairs with take()
+                // [A7]
+                std::uint64_t was = d.word.load(std::memory_order_acquire);  // pairs with take()
+                if ((was & kStateMask) != kTaken) continue;
+                // [A8] from here no older handle releases it; a CAS, since one that was closed and lives may just do so
+                if (!d.word.compare_exchange_strong(was, taken_by(taker_->epoch), std::memory_order_acq_rel)) continue;
                 backlog_.push_back(describe(w, i, d.position.load(std::memory_order_relaxed)));
-                d.word.store(taken_by(taker_->epoch),
-                             std::memory_order_release);  // from here no older handle releases it
             }
         std::sort(backlog_.begin(), backlog_.end(),
                   [](const Taken& a, const Taken& b) { return a.position < b.position; });

@@ -80,8 +80,10 @@ public:
                                           " to be the last, got ",
                                           m_->control(worker_).incarnation.load(std::memory_order_relaxed)));
         starved_ = false;
+        // [K2] [K3] of the model: a look at each word, then at its record
         auto ready = lowest_ready(*m_);
         if (!ready) return nullptr;
+        // [K1]
         const auto extent = reserve();
         if (!extent) {
             starved_ = true;
@@ -91,6 +93,7 @@ public:
             Entry mine = Entry::unpack(ready->word);
             mine.state = RUNNING;
             mine.worker = worker_;
+            // [K4]
             if (!hand_over(m_->table_word(ready->entry), ready->word, mine.pack())) continue;
             const std::uint64_t bytes = std::min(ready->prompt_bytes, m_->shape().max_prompt_bytes);
             auto claim = std::make_shared<Claim>(
@@ -113,10 +116,12 @@ public:
         Descriptor& d = m_->descriptor(worker_, claim.descriptor);
         Entry next = Entry::unpack(claim.word);
         next.state = PUBLISHING;
+        // [P1]
         // FREE first: from here to the index CAS this descriptor is no evidence for anything. release: the stores below may
         // not move above it for a recovery that follows a death in between (a kill is precise, a compiler is not).
         d.word.store(kFree, std::memory_order_release);
         std::atomic_signal_fence(std::memory_order_seq_cst);
+        // [P2]
         write_payload(m_->arena(worker_) + claim.extent, claim.ticket, fields);
         d.ticket = claim.ticket;
         d.table_word = next.pack();
@@ -125,15 +130,18 @@ public:
         d.entry = static_cast<std::uint32_t>(claim.entry);
         d.fields = static_cast<std::uint32_t>(fields.size());
         Word& word = m_->table_word(claim.entry);
+        // [P3]
         if (!hand_over(word, claim.word, next.pack())) {
             drop(claim);
             return false;
         }
         Word& sequence = m_->control(worker_).sequence;
         const std::uint64_t mine = (sequence.load(std::memory_order_relaxed) + 1) % kSequences;
+        // [P4]
         sequence.store(mine,
                        std::memory_order_relaxed);  // raised before use: a successor after a death does not repeat it
         if (enqueue(*m_, worker_, claim.descriptor, mine) == kNever) {
+            // [P5]
             hand_over(word, next.pack(), claim.word);
             throw std::logic_error(text("publish: expected a free cell among ", m_->shape().cells, " for at most ",
                                         m_->shape().entries, " entries, got a full index"));
@@ -154,6 +162,7 @@ public:
             throw std::overflow_error(
                 text("retry: expected at most ", kMaxAttempt, " retries, got one more for ticket ", claim.ticket));
         ++next.attempt;
+        // [K5]
         if (!hand_over(m_->table_word(claim.entry), claim.word, next.pack())) {
             drop(claim);
             return nullptr;
@@ -169,6 +178,7 @@ public:
         Entry next = Entry::unpack(claim.word);
         next.state = READY;
         next.worker = 0;
+        // [K6]
         const bool done = hand_over(m_->table_word(claim.entry), claim.word, next.pack());
         drop(claim);
         return done;
@@ -183,6 +193,7 @@ public:
         Entry next = Entry::unpack(claim.word);
         next.state = state;
         next.reason = reason;
+        // [K7] [N1] [N2] [N3]
         const bool done = hand_over(m_->table_word(claim.entry), claim.word, next.pack());
         drop(claim);
         if (done) wake_taker(*m_);
@@ -195,6 +206,7 @@ public:
         check_process();
         const std::uint64_t bit = 1ULL << worker_;
         if (idle)
+            // [I1]; the claim that follows is [I2]
             m_->hot().idle.fetch_or(bit, std::memory_order_seq_cst);
         else
             m_->hot().idle.fetch_and(~bit, std::memory_order_seq_cst);
@@ -259,6 +271,7 @@ private:
             if (cursor_ >= live_.size()) cursor_ = 0;
             const std::uint64_t d = live_[cursor_];
             const Descriptor& x = m_->descriptor(worker_, d);
+            // [K1]
             // seq_cst: acquires the taker's last reads of the extent; and see set_idle.
             if (x.word.load(std::memory_order_seq_cst) != kReleased) {
                 ++cursor_;

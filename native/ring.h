@@ -1,5 +1,5 @@
-// The FIFO index, the descriptors' words, and waiting. Model: shared/model/ring.pml (spin), which assumes sequential
-// consistency; the memory orders below are argued where they stand.
+// The FIFO index, the descriptors' words, and waiting. Model: model/ring.pml (spin), whose steps are the labels [E7] etc.
+// here, in producer.h and in consumer.h; it assumes sequential consistency: the memory orders are argued where they stand.
 //
 // Invariant: the order of the groups is the order of the CASes on the index cells, and that CAS is the publication. All
 // before it is private to its worker, all after it (tail, wake) can be done by anybody: a death leaves no hole and no lock.
@@ -57,16 +57,23 @@ inline void futex_wake(const Mapping& m) {
 // News for the taker that is not a group (an ending, a fault, a recovery).
 // seq_cst: bump, then look at wake_at; the taker arms wake_at, then looks at the sequence. One of both sees the other.
 inline void wake_taker(const Mapping& m) {
+    // [N1] disarm, before the bump: a taker that read the new sequence as `seen` and then armed must not be disarmed unseen
+    m.hot().wake_at.store(kNever, std::memory_order_seq_cst);
+    // [N2] bump
     m.hot().wake_sequence.fetch_add(1, std::memory_order_seq_cst);
-    if (m.hot().wake_at.exchange(kNever, std::memory_order_seq_cst) != kNever) futex_wake(m);
+    // [N3] wake, armed or not: a publisher may have died between its CAS of wake_at and its own wake
+    futex_wake(m);
 }
 
 // After the tail was seen at `reached` or beyond. seq_cst: CAS(tail), won or lost, then this load; the taker arms wake_at,
 // then looks at tail and cell. One of both sees the other (x86 would hide a weaker order here).
 inline void fire(const Mapping& m, std::uint64_t reached) {
+    // [F1]
     std::uint64_t armed = m.hot().wake_at.load(std::memory_order_seq_cst);
     if (armed == kNever || armed > reached) return;
+    // [F2]
     if (!m.hot().wake_at.compare_exchange_strong(armed, kNever, std::memory_order_seq_cst)) return;
+    // [F3] bump [F4] wake
     m.hot().wake_sequence.fetch_add(1, std::memory_order_seq_cst);
     futex_wake(m);
 }
@@ -74,11 +81,13 @@ inline void fire(const Mapping& m, std::uint64_t reached) {
 // ---- publishing
 
 inline void advance_tail(const Mapping& m, std::uint64_t from) {
+    // [E4] [E8] [T3] [A5]
     // seq_cst: see fire(). Result ignored: if it fails, another has helped.
     m.hot().tail.compare_exchange_strong(from, from + 1, std::memory_order_seq_cst);
 }
 
 inline void help_tail(const Mapping& m) {
+    // [R4]
     const std::uint64_t t = m.hot().tail.load(std::memory_order_acquire);
     if (filled(m, t)) advance_tail(m, t);  // a filled cell at an old tail only makes the CAS fail
 }
@@ -87,17 +96,23 @@ inline void help_tail(const Mapping& m) {
 inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64_t descriptor, std::uint64_t sequence) {
     Hot& hot = m.hot();
     for (;;) {
+        // [E1]
         const std::uint64_t t = hot.tail.load(std::memory_order_acquire);  // pairs with advance_tail
         Word& cell = m.cell(t);
+        // [E2]
         std::uint64_t w = cell.load(std::memory_order_acquire);  // pairs with the CAS below
+        // [E3]
         // Both this second load and the tag test stay: tags can wrap.
         if (hot.tail.load(std::memory_order_acquire) != t) continue;
         const std::uint64_t tag = tag_at(m, t), seen = Cell::unpack(w).tag;
+        // [E4]
         if (seen == tag) {
             advance_tail(m, t);
             continue;
         }
+        // [E5]
         if (seen != (tag + kTags - 1) % kTags) continue;
+        // [E6]
         // The tag alone does not see a full ring. acquire: pairs with the taker's release of head, behind which the old
         // group's TAKEN stands: whoever later finds this cell overwritten also finds TAKEN. Signed: a stale t may lie below head.
         if (static_cast<std::int64_t>(t - hot.head.load(std::memory_order_acquire)) >=
@@ -105,10 +120,12 @@ inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64
             if (hot.tail.load(std::memory_order_acquire) == t) return kNever;
             continue;
         }
+        // [E7]
         // The publication. release: payload and descriptor, to the taker's and recovery's loads of the cell.
         if (!cell.compare_exchange_strong(w, Cell{tag, worker, descriptor, sequence}.pack(), std::memory_order_release,
                                           std::memory_order_relaxed))
             continue;
+        // [E8]
         advance_tail(m, t);
         fire(m, t + 1);  // every publisher looks, whether it won or lost the tail
         return t;
@@ -122,12 +139,15 @@ inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64
 // the taker's release (the overwritten cell's TAKEN is seen below); TAKEN and RELEASED with the taker's stores.
 inline std::vector<char> live_descriptors(const Mapping& m, std::uint64_t worker) {
     std::vector<char> live(m.shape().descriptors, 0);
+    // [L1]
     const std::uint64_t head = m.hot().head.load(std::memory_order_acquire);
     for (std::uint64_t i = 0; i < m.shape().cells; ++i) {
+        // [L2]
         const Cell c = Cell::unpack(m.cell(head + i).load(std::memory_order_acquire));
         if (c.tag == tag_at(m, head + i) && c.worker == worker && c.descriptor < live.size()) live[c.descriptor] = 1;
     }
     for (std::uint64_t d = 0; d < live.size(); ++d) {
+        // [L3]
         const std::uint64_t state = m.descriptor(worker, d).word.load(std::memory_order_acquire) & kStateMask;
         if (state == kTaken) live[d] = 1;
         if (state == kReleased) live[d] = 0;
@@ -152,6 +172,7 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
     check_range("recover: worker", worker, 0, m.shape().workers - 1);
     check_range("recover: max_deaths", max_deaths, 0, kMaxDeaths - 1);
     check_range("recover: reason", reason, 0, kMaxReason);
+    // [R1]
     m.hot().idle.fetch_and(~(1ULL << worker),
                            std::memory_order_seq_cst);  // pairs with idle_workers: the dead need no bell
     const std::vector<char> live = live_descriptors(m, worker);
@@ -162,6 +183,7 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
     Recovered result;
     for (std::uint64_t e = 0; e < m.shape().entries; ++e) {
         Word& word = m.table_word(e);
+        // [R2]
         const std::uint64_t w = word.load(std::memory_order_acquire);  // pairs with hand_over
         Entry entry = Entry::unpack(w);
         if (entry.worker != worker || (entry.state != RUNNING && entry.state != PUBLISHING)) continue;
@@ -175,10 +197,13 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
         entry.state = over ? FAILED : READY;
         entry.reason = over ? reason : 0;
         if (!over) entry.worker = 0;
+        // [R3]
         if (hand_over(word, w, entry.pack())) (over ? result.failed : result.reissued).push_back(ticket);
     }
+    // [R4]
     help_tail(m);
-    wake_taker(m);  // the dead may have owed a wake, between its CAS of wake_at and the futex
+    // [R5]; the keeper then rings the bells [R6]
+    wake_taker(m);
     return result;
 }
 
@@ -199,6 +224,7 @@ inline bool several_cpus() {
 }
 
 inline bool reached(const Mapping& m, std::uint64_t target) {
+    // [S2] [S3]
     // FIFO has no holes: the last cell being filled means that all before it are. The tail may lag behind it by one.
     return filled(m, target - 1) || m.hot().tail.load(std::memory_order_seq_cst) >= target;  // seq_cst: see fire()
 }
@@ -224,11 +250,15 @@ inline void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
 // One bounded sleep. May return for any reason; the caller looks again.
 inline void sleep_slice(const Mapping& m, std::uint64_t target, std::uint32_t seen, std::int64_t ns) {
     Word& wake_at = m.hot().wake_at;
+    // [S1]
     wake_at.store(target, std::memory_order_seq_cst);  // arm, then look: pairs with fire() and wake_taker()
+    // [S2] [S3] [S4]
     if (!reached(m, target) && !news_since(m, seen)) {
         const timespec t{static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+        // [S5]
         ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAIT, seen, &t, nullptr, 0);
     }
+    // [S6]
     wake_at.store(kNever, std::memory_order_seq_cst);
 }
 

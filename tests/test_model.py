@@ -6,7 +6,7 @@ import importlib.util
 import re
 import shutil
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,35 +26,32 @@ def load() -> ModuleType:
 
 
 model = load()
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole set
 needs_spin = pytest.mark.skipif(shutil.which("spin") is None, reason=model.MISSING)
 
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    """The default set, two at a time from the first test on: most of the time goes to gcc."""
-    started: dict[str, Future[Any]] = {}
+    """The default set, checked whole before the first test looks, two at a time: most of the time goes to gcc."""
+    jobs = {name: model.defines(switches) for name, switches in model.CONFIGURATIONS.items()}
+    jobs |= {name: model.defines(switches, name) for name, (switches, _) in model.MUTATIONS.items()}
     with ThreadPoolExecutor(2) as pool:
-        for name, switches in model.CONFIGURATIONS.items():
-            started[name] = pool.submit(model.check, model.defines(switches))
-        for name, (switches, _) in model.MUTATIONS.items():
-            started[name] = pool.submit(model.check, model.defines(switches, name))
-        yield started
-        pool.shutdown(cancel_futures=True)
+        return dict(zip(jobs, pool.map(model.check, jobs.values()), strict=True))
 
 
 @needs_spin
 @pytest.mark.slow
 @pytest.mark.parametrize("name", model.CONFIGURATIONS)
-def test_the_model_has_no_error(small: dict[str, Future[Any]], name: str) -> None:
-    result = small[name].result()
+def test_the_model_has_no_error(small: dict[str, Any], name: str) -> None:
+    result = small[name]
     assert result.errors == 0, f"{name}: {result.what}\n{result.trail}"
 
 
 @needs_spin
 @pytest.mark.slow
 @pytest.mark.parametrize("name", model.MUTATIONS)
-def test_a_mutation_breaks_the_model(small: dict[str, Future[Any]], name: str) -> None:
-    assert small[name].result().errors >= 1, f"{name}: expected an error ({model.MUTATIONS[name][1]}), got none"
+def test_a_mutation_breaks_the_model(small: dict[str, Any], name: str) -> None:
+    assert small[name].errors >= 1, f"{name}: expected an error ({model.MUTATIONS[name][1]}), got none"
 
 
 @needs_spin
