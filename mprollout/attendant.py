@@ -253,8 +253,8 @@ class Attendant:
                 while len(self.notes) > NOTES_KEPT:
                     self.notes.popitem(last=False)
             case messages.Fault():
-                kinds: dict[str, type[EngineFault]] = {"reward": RewardFault, "keeper": KeeperLost}
-                self._set_fault(self._blame(kinds.get(message.kind, EngineFault), message.message, message))
+                kind = KeeperLost if message.kind == "keeper" else EngineFault
+                self._set_fault(self._blame(kind, message.message, message))
             case _:
                 raise AssertionError(f"the trainer got {message!r}")
 
