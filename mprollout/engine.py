@@ -16,13 +16,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import msgspec
 
 import mprollout
-from mprollout import _native, messages
+from mprollout import _native
 from mprollout.attendant import SAFETY_LOOK_S, Attendant, log
 from mprollout.batch import Batch, Group
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
@@ -35,7 +35,6 @@ from mprollout.errors import (
     MainGuardMissing,
     MprolloutError,
     RingStarved,
-    WeightUpdateFailed,
 )
 from mprollout.evaluation import EvaluationResult, gather
 from mprollout.gate import Gate
@@ -45,6 +44,7 @@ from mprollout.reward import check
 from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
 from mprollout.source import PromptSource
 from mprollout.stats import EngineStats, describe_workers, waiting_cause, worker_stats
+from mprollout.updates import Updates
 
 STARVED_S = 0.5
 _LIVE_NAMES = {
@@ -84,19 +84,12 @@ class RolloutEngine:
         self.plan = plan(config)
         check_memory(segment_bytes(self.plan), self.plan)
         self._warn_of_idle_places()
-        self.policy_version = 0
-        """The last version that all workers applied."""
         self._gate = Gate(config.gate, self.plan.max_live_groups)
         self._ledger = Ledger()
-        self._minted = 0
-        self._updates_at = {
-            0: 0
-        }  # completed updates once a version is in force: what a token of that version counts from
+        self._updates = Updates(config, self._gate)
         self._taker: int | None = (
             None  # thread in `get`; a thread that finds itself here was interrupted in the one before
         )
-        self._updating = threading.Lock()
-        self._unanswered = 0  # version of an update that was interrupted before its answer came
         self._parked: list[Group] = []  # delivered, not yet handed over
         self._taken_before = 0
         self._pid = os.getpid()
@@ -109,6 +102,11 @@ class RolloutEngine:
         self._keeper: KeeperProcess | None = None
         self._attendant: Attendant | None = None
         self._consumer: _native.Consumer | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The last version that all workers applied."""
+        return self._updates.version
 
     def _warn_of_idle_places(self) -> None:
         places = len(self.config.workers.devices) * self.config.workers.max_running_samples
@@ -273,8 +271,7 @@ class RolloutEngine:
         groups = [Group(lease) for lease in leases]
         for group in groups:
             versions = group.field("span_versions")
-            oldest = int(versions.min()) if len(versions) else self.policy_version
-            group.lag = self._gate.updates - self._updates_at[oldest]
+            group.lag = self._updates.lag(int(versions.min()) if len(versions) else self.policy_version)
         self._parked = [*self._parked, *groups]
         consumer.deliver(leases)
 
@@ -338,63 +335,12 @@ class RolloutEngine:
         Raises:
             WeightUpdateFailed: a worker did not apply them; the version did not advance and its number is never used again.
             ConfigError: the lag bound does not allow an update now.
-            ValueError: the source is no set of tensors.
+            MemoryBudgetError: the copy does not fit into the memory that is left.
+            ValueError: the source is no set of tensors; names the one that is none.
         """
-        from mprollout.weights import stage
-
         attendant, _ = self._running()
-        limit_s = timeout if timeout is not None else self.config.weights.timeout_s + 30
-        with self._updating:
-            attendant.raise_fault()
-            with attendant.lock:
-                self._gate.check_update()
-            staged = stage(source)
-            try:
-                version = self._push(staged.fd, limit_s, attendant)
-            finally:
-                staged.close()
+        version = self._updates.push(source, timeout, attendant)
         attendant.ring()
-        return version
-
-    def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
-        def answered(version: int) -> bool:
-            return version == 0 or (attendant.update_done is not None and attendant.update_done.version >= version)
-
-        attendant.wait_news(
-            lambda: answered(self._unanswered), lambda: None
-        )  # one that was interrupted was given up: soon
-        self._minted += 1
-        version = self._unanswered = self._minted
-        # Until all have applied it, its tokens count as no newer than the updates completed so far.
-        self._updates_at[version] = self._gate.updates
-        deadline = time.monotonic() + limit_s
-
-        def check_time() -> None:
-            if time.monotonic() > deadline:
-                attendant.send(
-                    messages.GiveUpUpdate(version=version, why=f"not applied by all workers within {limit_s:.0f} s")
-                )
-
-        try:
-            attendant.send(messages.Update(version=version, pause=self.config.weights.pause), [fd])
-            attendant.wait_news(lambda: answered(version), check_time)
-        except BaseException:
-            attendant.send(messages.GiveUpUpdate(version=version, why="interrupted"))
-            raise
-        done = attendant.update_done
-        assert done is not None
-        if done.failures:
-            first = done.failures[0]
-            raise WeightUpdateFailed(
-                f"update {version}: not applied by all {len(self.config.workers.devices)} workers; the policy version stays {self.policy_version}, "
-                f"and workers that had applied it go back: {first.error}; {describe_workers(attendant.segment, attendant.states)}",
-                worker=first.worker,
-                worker_traceback=first.traceback,
-            )
-        with attendant.lock:
-            self.policy_version = version
-            self._gate.updated()
-            self._updates_at[version] = self._gate.updates
         return version
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -438,7 +384,7 @@ class RolloutEngine:
             return {
                 "ledger": self._ledger.state(without={group.ticket for group in self._parked}),
                 "source": self.source.fingerprint,
-                "minted": self._minted,
+                "minted": self._updates.minted,
                 "policy_version": self.policy_version,
             }
 
@@ -462,8 +408,7 @@ class RolloutEngine:
         self._ledger = Ledger.from_state(ledger)
         self._taken_before = self._ledger.taken
         self._gate = Gate(msgspec.structs.replace(self.config.gate, await_weights=True), self.plan.max_live_groups)
-        self._minted = minted  # version numbers are never used twice
-        self._updates_at = dict.fromkeys((0, self._minted), 0)
+        self._updates = Updates(self.config, self._gate, minted)
 
     def confirm(self, state: dict[str, Any]) -> None:
         """Say that a saved checkpoint contains `state`: groups it holds as taken will never be asked for again."""
@@ -564,9 +509,3 @@ class _StartProgress:
             self._status.update(
                 f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s"
             )
-
-
-def _after(seconds: float | None, give_up: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls `give_up` once so many seconds have passed; never, for None."""
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
-    return lambda: give_up() if time.monotonic() > deadline else None

@@ -6,7 +6,7 @@
     its loop  produces worker processes, re-issued tickets, news for the trainer / waits for sockets, pidfds and a 1 s tick / unblocked by the kernel
 
 Invariants: a worker is recovered only after its death is proven (its pidfd is readable and its process group has been killed); what is
-merely late is killed first (`_kill`), then decided. A worker claims only after Go, and Go is sent only when it has the newest weights.
+merely late is killed first (`kill`), then decided. A worker claims only after Go, and Go is sent only when it has the newest weights.
 Nothing outlives this process: workers have PDEATHSIG on it, the memory has no name.
 """
 
@@ -33,9 +33,9 @@ import psutil
 from mprollout import _native, messages
 from mprollout.config import FaultConfig, WorkerConfig
 from mprollout.errors import ConfigError
-from mprollout.generator import PauseMode
 from mprollout.ledger import Reason
 from mprollout.ring import SUSPECT_DEATHS, WorkerWord
+from mprollout.updates import WeightSync
 
 TICK_S = 1.0
 STOP_GRACE_S = 2.0
@@ -53,7 +53,7 @@ class KeeperRecord(msgspec.Struct, kw_only=True):
     log_dir: str | None
 
 
-class _Worker:
+class Worker:
     """One worker number, over all its incarnations."""
 
     def __init__(self, index: int) -> None:
@@ -74,15 +74,6 @@ class _Worker:
         self.start_s = 0.0
 
 
-class _PendingUpdate(msgspec.Struct):
-    version: int
-    pause: PauseMode
-    fd: int
-    awaiting: set[int]
-    applied: set[int]
-    failures: list[messages.Applied]
-
-
 class Keeper:
     """Made by `main` in its own process; `run` returns when everything has ended."""
 
@@ -90,9 +81,8 @@ class Keeper:
         self.trainer = trainer
         self.trainer_pidfd = os.pidfd_open(trainer_pid)
         self.selector = selectors.DefaultSelector()
-        self.workers: list[_Worker] = []
-        self.update: _PendingUpdate | None = None
-        self.good: tuple[int, int] | None = None  # version, memfd of the last copy that all workers applied
+        self.workers: list[Worker] = []
+        self.weights = WeightSync(self)
         self.evaluations: set[tuple[int, int]] = set()
         self.ending = False
         self.segment: _native.Segment
@@ -123,11 +113,11 @@ class Keeper:
         )
         self.selector.register(self.trainer, selectors.EVENT_READ, self._on_trainer)
         self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
-        self.workers = [_Worker(index) for index in range(count)]
+        self.workers = [Worker(index) for index in range(count)]
         for worker in self.workers:
             self._spawn(worker)
 
-    def _spawn(self, worker: _Worker) -> None:
+    def _spawn(self, worker: Worker) -> None:
         folder = self.temp_dir / f"w{worker.index}"
         folder.mkdir(exist_ok=True)
         channel, theirs = messages.Channel.pair()
@@ -168,7 +158,7 @@ class Keeper:
         os.close(record)
         self.selector.register(channel, selectors.EVENT_READ, lambda w=worker: self._on_worker(w))
         self.selector.register(worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._on_worker_death(w))
-        self._tell_state(worker)
+        self.tell_state(worker)
 
     # -- loop ----------------------------------------------------------------------------------------------------
 
@@ -198,16 +188,16 @@ class Keeper:
             if worker.state == "restarting" and now >= worker.start_at:
                 self._spawn(worker)
             elif worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
-                self._kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
+                self.kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
             elif worker.state == "ready":
                 words = self.segment.worker_words(worker.index)
                 running = words[WorkerWord.RUNNING_SAMPLES]
                 silent_s = (time.monotonic_ns() - words[WorkerWord.HEARTBEAT_NS]) / 1e9
                 stuck_s = (time.monotonic_ns() - words[WorkerWord.PROGRESS_NS]) / 1e9
                 if running and stuck_s > settings.progress_timeout_s:
-                    self._kill(worker, f"no progress for {stuck_s:.1f} s with {running} samples running")
+                    self.kill(worker, f"no progress for {stuck_s:.1f} s with {running} samples running")
                 elif silent_s > settings.progress_timeout_s:
-                    self._kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
+                    self.kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
         self._reap_adopted()
 
     # -- trainer -------------------------------------------------------------------------------------------------
@@ -230,20 +220,20 @@ class Keeper:
                     self._stop_workers()
                     self.ending = True
                 case messages.Update():
-                    self._begin_update(message, fds[0])
+                    self.weights.begin(message, fds[0])
                 case messages.GiveUpUpdate():
-                    self._give_up_update(message)
+                    self.weights.give_up(message)
                 case messages.Evaluate():
                     self._forward_evaluation(message, fds[0])
                 case _:
                     raise AssertionError(f"keeper got {message!r} from the trainer")
 
-    def _tell(self, message: messages.Message, fds: list[int] | None = None) -> None:
+    def tell(self, message: messages.Message, fds: list[int] | None = None) -> None:
         with contextlib.suppress(OSError):  # its death is reported by the pidfd
             self.trainer.send(message, fds)
 
-    def _tell_state(self, worker: _Worker, **more: Any) -> None:
-        self._tell(
+    def tell_state(self, worker: Worker, **more: Any) -> None:
+        self.tell(
             messages.WorkerState(
                 worker=worker.index,
                 pid=worker.pid,
@@ -256,7 +246,7 @@ class Keeper:
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def _on_worker(self, worker: _Worker) -> None:
+    def _on_worker(self, worker: Worker) -> None:
         assert worker.channel is not None
         while True:
             try:
@@ -270,26 +260,32 @@ class Keeper:
             match message:
                 case messages.WorkerReady():
                     worker.start_s, worker.ever_ready, worker.served = message.start_s, True, True
-                    self._bring_up_to_date(worker)
+                    self.weights.bring_up_to_date(worker)
                 case messages.Applied():
-                    self._on_applied(worker, message)
+                    self.weights.on_applied(worker, message)
                 case messages.WorkerFailed():
                     worker.failed = message
                 case messages.Evaluated():
                     self.evaluations.discard((message.id, worker.index))
-                    self._tell(message, fds)
+                    self.tell(message, fds)
                 case messages.Note() | messages.Fault():
-                    self._tell(message)
+                    self.tell(message)
                 case _:
                     raise AssertionError(f"keeper got {message!r} from worker {worker.index}")
             for fd in fds:
                 os.close(fd)
 
+    def let_go(self, worker: Worker) -> None:
+        """It has the newest weights: it may claim."""
+        worker.state = "ready"
+        self.send(worker, messages.Go())
+        self.tell_state(worker)
+
     def _forget(self, fileobj: Any) -> None:
         with contextlib.suppress(KeyError):
             self.selector.unregister(fileobj)
 
-    def _send(self, worker: _Worker, message: messages.Message, fds: list[int] | None = None) -> None:
+    def send(self, worker: Worker, message: messages.Message, fds: list[int] | None = None) -> None:
         assert worker.channel is not None
         with contextlib.suppress(OSError):
             worker.channel.send(message, fds)
@@ -299,13 +295,13 @@ class Keeper:
         held = {*recovered.reissued, *recovered.failed}
         return sum(row[3] for row in self.segment.table() if row[0] in held)
 
-    def _kill(self, worker: _Worker, reason: str, innocent_tickets: bool = False) -> None:
+    def kill(self, worker: Worker, reason: str, innocent_tickets: bool = False) -> None:
         """End a worker's process group; the pidfd reports the death."""
         worker.kill_reason, worker.innocent_tickets = reason, innocent_tickets
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
 
-    def _on_worker_death(self, worker: _Worker) -> None:
+    def _on_worker_death(self, worker: Worker) -> None:
         self._on_worker(worker)  # its last words
         exit_code = self._bury(worker)
         max_deaths = self.record.fault.max_deaths_per_ticket
@@ -314,7 +310,7 @@ class Keeper:
         )
         for id_, index in [e for e in self.evaluations if e[1] == worker.index]:
             self.evaluations.discard((id_, index))
-            self._tell(messages.Evaluated(id=id_, worker=index, absent=True))
+            self.tell(messages.Evaluated(id=id_, worker=index, absent=True))
         words = self.segment.worker_words(worker.index)
         words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
         failed = worker.failed
@@ -336,7 +332,7 @@ class Keeper:
             worker.failed_starts = 0 if worker.served else worker.failed_starts + 1
             worker.start_at = time.monotonic() + min(10.0, 0.25 * 2**worker.failed_starts - 0.25)
             worker.restarts += 1
-        self._tell_state(
+        self.tell_state(
             worker,
             exit_code=exit_code,
             error=error,
@@ -345,13 +341,11 @@ class Keeper:
         )
         for bell in (*self.bells, self.attendant_bell):  # tickets came back; a waker may have died owing a wake
             os.eventfd_write(bell, 1)
-        if self.update is not None:
-            self.update.awaiting.discard(worker.index)
-            self._maybe_end_update()
+        self.weights.on_death(worker)
         if worker.state == "restarting" and worker.start_at <= time.monotonic():
             self._spawn(worker)
 
-    def _bury(self, worker: _Worker) -> int:
+    def _bury(self, worker: Worker) -> int:
         """Prove the death, end what is left of its group, forget its descriptors. Returns the exit code, negative for a signal."""
         status = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -379,108 +373,20 @@ class Keeper:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, 0)
 
-    def _log_tail(self, worker: _Worker) -> str:
+    def _log_tail(self, worker: Worker) -> str:
         with contextlib.suppress(OSError):
             return (self.log_dir / f"worker-{worker.index}.log").read_bytes()[-2000:].decode(errors="replace")
         return ""
 
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    def _begin_update(self, message: messages.Update, fd: int) -> None:
-        assert self.update is None, "the trainer sends one update at a time"
-        self.update = _PendingUpdate(message.version, message.pause, fd, set(), set(), [])
-        for worker in self.workers:
-            if worker.state in ("ready", "syncing"):
-                self._send_weights(worker)
-        self._maybe_end_update()
-
-    def _send_weights(self, worker: _Worker) -> None:
-        """The newest copy: the one under way, else the last good one."""
-        if self.update is not None:
-            self.update.awaiting.add(worker.index)
-            self._send(worker, messages.Update(version=self.update.version, pause=self.update.pause), [self.update.fd])
-        elif self.good is not None:
-            self._send(worker, messages.Update(version=self.good[0], pause="retract"), [self.good[1]])
-
-    def _bring_up_to_date(self, worker: _Worker) -> None:
-        if self.update is None and self.good is None:
-            self._let_go(worker)
-        else:
-            worker.state = "syncing"
-            self._send_weights(worker)
-
-    def _let_go(self, worker: _Worker) -> None:
-        worker.state = "ready"
-        self._send(worker, messages.Go())
-        self._tell_state(worker)
-
-    def _on_applied(self, worker: _Worker, message: messages.Applied) -> None:
-        update = self.update
-        current = update is not None and message.version == update.version
-        if update is not None and current:
-            update.awaiting.discard(worker.index)
-            if message.error:
-                update.failures.append(message)
-            else:
-                update.applied.add(worker.index)
-        if message.error and (message.harmed or worker.state == "syncing"):
-            self._kill(worker, f"weight update {message.version} failed: {message.error}", innocent_tickets=True)
-        elif worker.state == "syncing" and (current or update is None):
-            self._let_go(worker)
-        self._maybe_end_update()
-
-    def _give_up_update(self, message: messages.GiveUpUpdate) -> None:
-        """The trainer waits no longer: who has not answered by now is late, and killed."""
-        if self.update is None or self.update.version != message.version:
-            return
-        late, self.update.awaiting = self.update.awaiting, set()
-        self.update.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
-        for index in late:
-            self._kill(
-                self.workers[index],
-                f"weight update {message.version} was not applied: {message.why}",
-                innocent_tickets=True,
-            )
-        self._maybe_end_update()
-
-    def _maybe_end_update(self) -> None:
-        update = self.update
-        if update is None or update.awaiting:
-            return
-        if not update.applied and not update.failures:
-            if any(worker.state != "lost" for worker in self.workers):
-                return  # the first worker that gets ready applies it
-            update.failures.append(messages.Applied(worker=-1, version=update.version, error="all workers are lost"))
-        self.update = None
-        if update.failures:
-            os.close(update.fd)
-            self._take_back(update)
-        else:
-            if self.good is not None:
-                os.close(self.good[1])
-            self.good = (update.version, update.fd)
-        self._tell(messages.UpdateDone(version=update.version, failures=update.failures))
-
-    def _take_back(self, update: _PendingUpdate) -> None:
-        """Workers that applied a refused update get the last good copy again (what they sample meanwhile is stamped with the refused version)."""
-        for worker in (self.workers[index] for index in update.applied):
-            if worker.state == "ready" and self.good is not None:
-                worker.state = "syncing"
-                self._send_weights(worker)
-            elif worker.pidfd >= 0:
-                self._kill(
-                    worker,
-                    f"weight update {update.version} was refused and there is no earlier copy",
-                    innocent_tickets=True,
-                )
+    # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _forward_evaluation(self, message: messages.Evaluate, fd: int) -> None:
         worker = self.workers[message.worker]
         if worker.state == "ready":
             self.evaluations.add((message.id, worker.index))
-            self._send(worker, message, [fd])
+            self.send(worker, message, [fd])
         else:
-            self._tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
+            self.tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
         os.close(fd)
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -490,7 +396,7 @@ class Keeper:
         waiting = {worker.pidfd for worker in self.workers if worker.pidfd >= 0 and worker.state == "ready"}
         for worker in self.workers:
             if worker.pidfd in waiting:
-                self._send(worker, messages.Stop())
+                self.send(worker, messages.Stop())
         deadline = time.monotonic() + STOP_GRACE_S
         with selectors.DefaultSelector() as selector:
             for fd in (*waiting, self.trainer_pidfd):
@@ -506,7 +412,7 @@ class Keeper:
         """Kill and reap everything, remove the temporary folder. Runs in every case, an exception of the keeper included."""
         for worker in self.workers:
             if worker.pidfd >= 0:
-                self._kill(worker, "the engine ended")
+                self.kill(worker, "the engine ended")
         for worker in self.workers:
             if worker.pidfd >= 0:
                 self._bury(worker)
@@ -576,7 +482,7 @@ def main() -> None:
         keeper.boot()
         keeper.run()
     except Exception as error:
-        keeper._tell(messages.Fault(kind="keeper", message=f"{type(error).__name__}: {error}"))
+        keeper.tell(messages.Fault(kind="keeper", message=f"{type(error).__name__}: {error}"))
         raise
     finally:
         if hasattr(keeper, "temp_dir"):
