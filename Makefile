@@ -11,6 +11,8 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 # Quiet where nobody watches; a progress bar where somebody does (the first set-up downloads gigabytes).
 PIP := $(PY) -m pip --disable-pip-version-check install $(if $(CI),-qq --progress-bar off)
+# Tests run side by side; those that start SGLang stay together on one of the processes.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist loadgroup
 # More arguments for the command behind a target: make test ARGS="-k ring -x"
 ARGS ?=
 
@@ -34,11 +36,11 @@ demo-controls: setup ## The demo's controls, which must not learn: shuffled rewa
 
 .PHONY: test
 test: setup ## Everything but what needs a GPU or hours; real SGLang included
-	$(PY) -m pytest -m "not gpu and not long" $(ARGS)
+	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 .PHONY: test-fast
 test-fast: setup ## The tests that start no SGLang (under 2 minutes)
-	$(PY) -m pytest -m "not slow and not gpu and not long" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not long" $(ARGS)
 
 .PHONY: lint
 lint: $(STAMPS)/requirements ## ruff (rules and format) and clang-format, changing nothing

@@ -170,12 +170,16 @@ class Keeper:
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if key.fileobj.wants_write else 0)
                     if key.events != events:
                         self.selector.modify(key.fileobj, events, key.data)
-            for key, events in self.selector.select(max(0.0, next_tick - time.monotonic())):
+            next_spawn = min((w.start_at for w in self.workers if w.state == "restarting"), default=next_tick)
+            for key, events in self.selector.select(max(0.0, min(next_tick, next_spawn) - time.monotonic())):
                 if events & selectors.EVENT_WRITE and isinstance(key.fileobj, messages.Channel):
                     with contextlib.suppress(OSError):
                         key.fileobj.flush()
                 if events & selectors.EVENT_READ and key.fileobj in self.selector.get_map():
                     key.data()
+            for worker in self.workers:
+                if worker.state == "restarting" and time.monotonic() >= worker.start_at:
+                    self._spawn(worker)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._tick()
@@ -185,9 +189,7 @@ class Keeper:
         now = time.monotonic()
         settings = self.record.workers
         for worker in self.workers:
-            if worker.state == "restarting" and now >= worker.start_at:
-                self._spawn(worker)
-            elif worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
+            if worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
                 self.kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
             elif worker.state == "ready":
                 words = self.segment.worker_words(worker.index)
@@ -342,8 +344,6 @@ class Keeper:
         for bell in (*self.bells, self.attendant_bell):  # tickets came back; a waker may have died owing a wake
             os.eventfd_write(bell, 1)
         self.weights.on_death(worker)
-        if worker.state == "restarting" and worker.start_at <= time.monotonic():
-            self._spawn(worker)
 
     def _bury(self, worker: Worker) -> int:
         """Prove the death, end what is left of its group, forget its descriptors. Returns the exit code, negative for a signal."""
