@@ -23,7 +23,8 @@ from mprollout.config import EngineConfig, SamplingConfig
 from mprollout.errors import MprolloutError, RewardError, SampleAborted, SampleFailed
 from mprollout.ledger import Reason
 from mprollout.places import Place, Places
-from mprollout.reward import RewardInput, RewardPool, RewardRaised
+from mprollout.reward import RewardInput, RewardRaised
+from mprollout.reward_pool import RewardPool
 from mprollout.ring import RolledSample, WorkerWord
 from mprollout.rollout import RolloutFunction, Session
 
