@@ -42,6 +42,7 @@ from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
 from mprollout.reward import check
 from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
+from mprollout.rollout import check_rollout
 from mprollout.source import PromptSource
 from mprollout.stats import EngineStats, describe_workers, waiting_cause, worker_stats
 from mprollout.updates import Updates
@@ -79,6 +80,7 @@ class RolloutEngine:
                 'rollout functions; put the code that starts an engine under `if __name__ == "__main__":`'
             )
         check(config.reward)
+        check_rollout(config.rollout)
         self.config = config
         self.source = PromptSource(config.source)
         self.plan = plan(config)

@@ -156,8 +156,4 @@ def _worker_record(config: EngineConfig) -> bytes:
     functions = (config.reward.function, config.rollout)
     if not any(getattr(function, "__module__", None) == "__main__" for function in functions):
         name = path = None
-    elif name is None and (path is None or not os.path.exists(path)):
-        raise ConfigError(
-            "a reward or rollout function is defined in an interactive session; put it into a module that workers can import"
-        )
     return pickle.dumps((name, os.path.abspath(path) if path else None, sys.path, pickled))

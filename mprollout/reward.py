@@ -15,13 +15,9 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import inspect
 import math
 import numbers
-import os
-import pickle
 import re
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +26,7 @@ import msgspec
 
 from mprollout.config import RewardConfig
 from mprollout.errors import ConfigError, MprolloutError, RewardError
+from mprollout.functions import check_arguments, check_function, load_function
 from mprollout.generator import FinishReason
 from mprollout.source import Prompt, gym_dataset
 
@@ -125,6 +122,7 @@ def _gym_entry(scorer: str, row: int) -> Any:
 
 
 _BUILTIN: dict[str, Callable[..., float]] = {"exact": _exact, "math": _math, "regex": _regex, "row": _row}
+_FIELD = "RewardConfig.function"
 _NEEDS = {"math": ("math_verify", "math-verify"), "row": ("reasoning_gym", "reasoning-gym")}
 
 
@@ -138,37 +136,14 @@ def check(config: RewardConfig) -> None:
         ConfigError: unknown name (the known ones are listed), missing package or module, arguments that do not fit, or a
             function that another process cannot import.
     """
-    function = config.function
-    if isinstance(function, str) and ":" not in function:
+    if isinstance(config.function, str) and ":" not in config.function:
         _check_builtin(config)
-    elif isinstance(function, str):
-        module, _, attribute = function.partition(":")
-        if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-            raise ConfigError(f'RewardConfig.function must be "module:function"; got {function!r}')
-        if importlib.util.find_spec(module.split(".")[0]) is None:
-            raise ConfigError(
-                f"RewardConfig.function: no module {module.split('.')[0]!r} on sys.path; got {function!r}"
-            )
-    elif not callable(function):
-        raise ConfigError(f"RewardConfig.function must be a name or a function; got {function!r}")
     else:
-        main = sys.modules["__main__"]
-        importable = getattr(main, "__spec__", None) or os.path.isfile(
-            getattr(main, "__file__", "")
-        )  # "<stdin>" is none
-        if getattr(function, "__module__", None) == "__main__" and not importable:
-            raise ConfigError(
-                f"RewardConfig.function: {function!r} is defined in an interactive session, which the worker processes "
-                'cannot import: put it into a file and name it "module:function"'
-            )
-        _check_arguments(function, config)
-    try:
-        pickle.dumps(config)
-    except Exception as error:  # pickle raises PicklingError, AttributeError, TypeError, and what a __reduce__ raises
-        raise ConfigError(
-            f"RewardConfig cannot be handed to another process ({error}): the function must be a `def` at the top level of "
-            "a module (no lambda, no function inside a function); hand it what it closes over as RewardConfig.kwargs"
-        ) from error
+        check_function(_FIELD, config.function, _called_with(config), config.kwargs)
+
+
+def _called_with(config: RewardConfig) -> list[str]:
+    return ["sample" if config.per == "sample" else "samples"]
 
 
 def _check_builtin(config: RewardConfig) -> None:
@@ -186,27 +161,12 @@ def _check_builtin(config: RewardConfig) -> None:
         raise ConfigError(
             f"RewardConfig.function={name!r} needs a package that is not installed: pip install {package}"
         )
-    _check_arguments(_BUILTIN[name], config)
+    check_arguments(_FIELD, name, _BUILTIN[name], _called_with(config), config.kwargs)
     if name == "regex":
         try:
             re.compile(config.kwargs["pattern"])
         except (re.error, TypeError) as error:
             raise ConfigError(f"RewardConfig.kwargs['pattern']: {error}; got {config.kwargs['pattern']!r}") from error
-
-
-def _check_arguments(function: Callable[..., Any], config: RewardConfig) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C
-        return
-    try:
-        signature.bind(None, **config.kwargs)
-    except TypeError as error:
-        what = "sample" if config.per == "sample" else "samples"
-        raise ConfigError(
-            f"RewardConfig.function is called as f({', '.join([what, *(f'{key}=...' for key in config.kwargs)])}), which does "
-            f"not fit {config.function!r} with the signature {signature}: {error}"
-        ) from error
 
 
 def preload(config: RewardConfig) -> None:
@@ -223,28 +183,8 @@ def resolve(config: RewardConfig) -> Callable[..., Any]:
         Exception: whatever the user's module raises when it is imported.
     """
     check(config)
-    function = config.function
-    if isinstance(function, str) and ":" in function:
-        name, _, path = function.partition(":")
-        try:
-            found: Any = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # it was found, and lacks something itself
-            raise ConfigError(f"RewardConfig.function={function!r}: {error}") from error
-        for attribute in path.split("."):
-            if not hasattr(found, attribute):
-                near = difflib.get_close_matches(attribute, dir(found), n=3)
-                hint = f" (did you mean {', '.join(near)}?)" if near else ""
-                raise ConfigError(f"RewardConfig.function={function!r}: {found!r} has no {attribute!r}{hint}")
-            found = getattr(found, attribute)
-        if not callable(found):
-            raise ConfigError(f"RewardConfig.function={function!r} must name a function; it is {found!r}")
-        _check_arguments(found, config)
-        function = found
-    elif isinstance(function, str):
-        function = _BUILTIN[function]
-    return functools.partial(function, **config.kwargs) if config.kwargs else function
+    function = _BUILTIN.get(config.function, config.function) if isinstance(config.function, str) else config.function
+    return load_function(_FIELD, function, _called_with(config), config.kwargs)
 
 
 # --- the values ---------------------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
-import inspect
 import multiprocessing
 import pickle
 import signal
@@ -30,6 +28,7 @@ import msgspec
 import mprollout
 from mprollout.config import RewardConfig
 from mprollout.errors import EngineClosed
+from mprollout.functions import is_async
 from mprollout.reward import (
     Outcome,
     RewardInput,
@@ -155,9 +154,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         function = resolve(config)
-        target = function.func if isinstance(function, functools.partial) else function
-        awaitable = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
-        self._async: Callable[..., Awaitable[Any]] | None = function if awaitable else None
+        self._async: Callable[..., Awaitable[Any]] | None = function if is_async(function) else None
         self._inline = function if config.function == "exact" else None
         self._places = asyncio.Semaphore(config.workers if self._async is None else config.max_concurrency)
         self._pickled = pickle.dumps(config)
