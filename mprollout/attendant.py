@@ -14,11 +14,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import selectors
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,7 +39,8 @@ from mprollout.errors import (
 from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
-from mprollout.ledger import Ledger, Reason
+from mprollout.ledger import FIRST_OWN_REASON, Ledger, Reason, reason_name
+from mprollout.ring import WorkerWord
 from mprollout.source import PromptSource
 
 log = logging.getLogger("mprollout")
@@ -66,8 +68,9 @@ class Attendant:
         self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
         """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
         self._faults, self._over_long = config.fault, config.source.over_long
-        self._failed_in_a_row = self._filtered_in_a_row = 0
-        self._taken_before = -1
+        self._filter = config.filter
+        self._in_a_row: collections.Counter[str] = collections.Counter()
+        self._published_before = 0
         self._admitter = _native.Admitter(self.segment)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="mprollout-attendant", daemon=True)
@@ -139,10 +142,13 @@ class Attendant:
                 row for row in self._admitter.sweep() if row[1] != _native.DONE
             ]  # DONE was counted when it was delivered
             for ticket, state, reason, _attempt, _deaths in ended:
-                name = Reason(reason).name.lower()
+                name = reason_name(reason, self._filter.reasons)
                 self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
                 self.gate.ended += 1
-                self._count_ending(ticket, name, state == _native.FAILED)
+                rejected = reason == Reason.ZERO_SPREAD or reason >= FIRST_OWN_REASON
+                self._count_ending(
+                    ticket, name, "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
+                )
             try:
                 while self.fault is None and self.gate.credit > 0 and self._admit_one():
                     pass
@@ -172,7 +178,7 @@ class Attendant:
             self.ledger.resolve(self.ledger.next_ticket(), f"filtered:{Reason.OVER_LONG.name.lower()}")
             self.gate.admitted += 1
             self.gate.ended += 1
-            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), failed=False)
+            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), "filtered")
             return True
         self.ledger.next_ticket()
         self.gate.admitted += 1
@@ -180,25 +186,38 @@ class Attendant:
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _count_ending(self, ticket: int, reason: str, failed: bool) -> None:
-        """So many endings in a row, and nothing published or taken between them, are no prompt's own fault: FAILED a few, FILTERED a whole pass."""
-        if self.gate.taken != self._taken_before or self.segment.pending():
-            self._failed_in_a_row = self._filtered_in_a_row = 0
-        self._taken_before = self.gate.taken
-        self._failed_in_a_row += failed
-        self._filtered_in_a_row += not failed
-        note = self.notes.get(ticket)
+    def _count_ending(self, ticket: int, reason: str, kind: Literal["failed", "filtered", "rejected"]) -> None:
+        """So many endings of a kind in a row, and nothing published between them, are no prompt's own fault."""
+        published = sum(
+            self.segment.worker_words(index)[WorkerWord.GROUPS_PUBLISHED] for index in range(self.segment.workers)
+        )
+        if published != self._published_before:
+            self._in_a_row.clear()
+            self._published_before = published
+        self._in_a_row[kind] += 1
+        count, note = self._in_a_row[kind], self.notes.get(ticket)
         last = note.error if note else reason
-        if self._failed_in_a_row >= self._faults.max_consecutive_failures:
-            kind = RewardFault if reason == "reward" else PromptsFailing
-            text = f"{self._failed_in_a_row} prompts in a row ended FAILED and nothing was published between them; the last: {last}"
-            self._set_fault(self._blame(kind, text, note))
+        if kind == "failed" and count >= self._faults.max_consecutive_failures:
+            fault = RewardFault if reason == "reward" else PromptsFailing
+            text = f"{count} prompts in a row ended FAILED and nothing was published between them; the last: {last}"
         elif (
-            self._filtered_in_a_row >= max(len(self.source), self._faults.max_consecutive_failures)
+            kind == "filtered"
+            and count >= max(len(self.source), self._faults.max_consecutive_failures)
             and self.unadmitted() != 0
         ):
-            text = f"{self._filtered_in_a_row} prompts in a row were filtered ({reason}), a whole pass over the rows; the last: {last}"
-            self._set_fault(self._blame(PromptsFailing, text, note))
+            fault, text = (
+                PromptsFailing,
+                f"{count} prompts in a row were filtered ({reason}), a whole pass over the rows; the last: {last}",
+            )
+        elif kind == "rejected" and count >= (self._filter.max_consecutive or math.inf):
+            fault = PromptsFailing
+            text = (
+                f"{count} groups in a row were rejected by the filter ({reason} the last) and none was published between them "
+                f"(FilterConfig.max_consecutive={self._filter.max_consecutive})"
+            )
+        else:
+            return
+        self._set_fault(self._blame(fault, text, note))
 
     def _blame(self, kind: type[EngineFault], text: str, source: messages.Note | messages.Fault | None) -> EngineFault:
         if source is None:

@@ -196,6 +196,32 @@ class RewardConfig(_Config, frozen=True):
         self._require_int("max_concurrency", 1)
 
 
+class FilterConfig(_Config, frozen=True, kw_only=True):
+    """Which finished, scored groups are worth training on. One that is rejected ends FILTERED, and exactly one ticket replaces it."""
+
+    zero_spread: bool = False
+    """Reject a group whose rewards are all equal (reason `zero_spread`): it has no advantage to learn from."""
+    function: Any = None
+    """`"module:function"`, or a function that a worker can import: `def keep(samples: list[RewardInput], rewards: list[float])`.
+    It returns None to keep the group, or one of `reasons`. It runs in a reward process, behind `zero_spread`."""
+    reasons: list[str] = msgspec.field(default_factory=lambda: ["rejected"])
+    """What the function may return; each is counted by itself (`filtered:<reason>`)."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the function with every call."""
+    timeout_s: float = 30.0
+    """Deadline of one call; a call that exceeds it is killed, and the attempt fails."""
+    max_consecutive: int | None = None
+    """So many rejections in a row, with no group published between them, are a permanent fault. None: no bound."""
+
+    def _check(self) -> None:
+        named = all(self.reasons)
+        self._require(
+            "reasons", named and 1 <= len(set(self.reasons)) == len(self.reasons) <= 1024, "1 to 1024 distinct names"
+        )
+        self._require_seconds("timeout_s")
+        self._require_int("max_consecutive", 1, optional=True)
+
+
 class WorkerConfig(_Config, frozen=True, kw_only=True):
     """The worker processes."""
 
@@ -311,6 +337,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     generator: SGLangConfig | SimulatedConfig
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig
+    filter: FilterConfig = FilterConfig()
     workers: WorkerConfig = WorkerConfig()
     gate: GateConfig = GateConfig()
     fault: FaultConfig = FaultConfig()

@@ -37,6 +37,7 @@ from mprollout.errors import (
     RingStarved,
 )
 from mprollout.evaluation import EvaluationResult, gather
+from mprollout.filter import check_filter
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
@@ -80,6 +81,7 @@ class RolloutEngine:
                 'rollout functions; put the code that starts an engine under `if __name__ == "__main__":`'
             )
         check(config.reward)
+        check_filter(config.filter)
         check_rollout(config.rollout)
         self.config = config
         self.source = PromptSource(config.source)

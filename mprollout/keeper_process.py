@@ -153,7 +153,7 @@ def _worker_record(config: EngineConfig) -> bytes:
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     path = getattr(main, "__file__", None)
-    functions = (config.reward.function, config.rollout)
+    functions = (config.reward.function, config.filter.function, config.rollout)
     if not any(getattr(function, "__module__", None) == "__main__" for function in functions):
         name = path = None
     return pickle.dumps((name, os.path.abspath(path) if path else None, sys.path, pickled))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mprollout.errors import ConfigError
@@ -31,6 +31,18 @@ class Reason(enum.IntEnum):
     TOO_LARGE = 7
     DEATHS = 8
     ROLLOUT = 9
+    FILTER = 10
+    """The filter function failed; its rejections have the reasons that follow."""
+    ZERO_SPREAD = 11
+
+
+FIRST_OWN_REASON = 64
+"""Reason code of `FilterConfig.reasons[0]`; the others follow."""
+
+
+def reason_name(code: int, own: Sequence[str]) -> str:
+    """The name of a reason code, as outcomes and statistics have it; `own`: `FilterConfig.reasons`."""
+    return own[code - FIRST_OWN_REASON] if code >= FIRST_OWN_REASON else Reason(code).name.lower()
 
 
 class Ledger:

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import math
 import numbers
+import os
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -60,6 +61,10 @@ class RewardRaised(MprolloutError, RuntimeError):
             message + (f"\n--- traceback of the reward function ---\n{traceback_text}" if traceback_text else "")
         )
         self.traceback_text = traceback_text
+
+
+class FilterFailed(RewardRaised):
+    """A filter function raised, its process died, or it returned what is no reason; `traceback_text` as for a reward."""
 
 
 # --- the scorers -------------------------------------------------------------------------------------------------------
@@ -169,12 +174,6 @@ def _check_builtin(config: RewardConfig) -> None:
             raise ConfigError(f"RewardConfig.kwargs['pattern']: {error}; got {config.kwargs['pattern']!r}") from error
 
 
-def preload(config: RewardConfig) -> None:
-    """Import what a built-in scorer needs now: seconds that are no call's."""
-    if isinstance(config.function, str) and config.function in _NEEDS:
-        importlib.import_module(_NEEDS[config.function][0])
-
-
 def resolve(config: RewardConfig) -> Callable[..., Any]:
     """The function that scores, its kwargs bound. Imports the user's module (blocks for as long as that takes).
 
@@ -226,24 +225,45 @@ def checked_numbers(value: Any, samples: Sequence[RewardInput], per: str) -> lis
 
 
 class Outcome(msgspec.Struct, array_like=True):
-    """What came of a call, as it travels: rewards, or what `RewardError` or `RewardRaised` is made of."""
+    """What came of a call, as it travels: rewards, a filter's reason, or what `RewardError` or `RewardRaised` is made of."""
 
     rewards: list[float] = []
+    rejected: str = ""
     refused: str = ""
     raised: str = ""
     traceback_text: str = ""
 
-    def unwrap(self, where: str) -> list[float]:
+    def check(self, where: str, kind: type[RewardRaised] = RewardRaised) -> Outcome:
+        """Itself, unless the call failed."""
         if self.refused:
             raise RewardError(self.refused)
         if self.raised:
-            raise RewardRaised(f"{where}: {self.raised}", self.traceback_text)
-        return self.rewards
+            raise kind(f"{where}: {self.raised}", self.traceback_text)
+        return self
+
+
+Job = Callable[[list[RewardInput], list[float]], Outcome]
+"""What a reward process can do with samples, and rewards where it has any."""
+
+
+def reward_job(config: RewardConfig) -> Job:
+    """The reward as a reward process runs it: its imports are done here, they are no call's. Raises as `resolve`."""
+    if isinstance(config.function, str) and config.function in _NEEDS:
+        importlib.import_module(_NEEDS[config.function][0])
+    function = resolve(config)
+
+    def job(samples: list[RewardInput], _: list[float]) -> Outcome:
+        value = function(samples if config.per == "group" else samples[0])
+        return Outcome(rewards=checked_numbers(value, samples, config.per))
+
+    return job
 
 
 def failure_of(error: BaseException) -> Outcome:
     if isinstance(error, RewardError):
         return Outcome(refused=str(error))
-    below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is ours
+    below = error.__traceback__
+    while below is not None and os.path.dirname(below.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
+        below = below.tb_next  # our own frames say nothing of the user's function
     text = "".join(traceback.format_exception(type(error), error, below))
     return Outcome(raised="".join(traceback.format_exception_only(error)).strip()[:2000], traceback_text=text[-20_000:])

@@ -21,23 +21,26 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 import mprollout
-from mprollout.config import RewardConfig
+from mprollout.config import FilterConfig, RewardConfig
 from mprollout.errors import EngineClosed
+from mprollout.filter import filter_job
 from mprollout.functions import is_async
 from mprollout.reward import (
+    FilterFailed,
+    Job,
     Outcome,
     RewardInput,
     RewardRaised,
     RewardTimeout,
     checked_numbers,
     failure_of,
-    preload,
     resolve,
+    reward_job,
     where,
 )
 
@@ -48,34 +51,47 @@ START_TIMEOUT_S = 120.0
 """Longest start of a reward process, the import of the function's module included; not counted against `timeout_s`."""
 
 
+T = TypeVar("T")
+_Request = tuple[str, list[RewardInput], list[float]]
+_RAISED = {"reward": RewardRaised, "filter": FilterFailed}
+
+
 # --- one process --------------------------------------------------------------------------------------------------------
 
 
 def _serve(connection: socket.socket, pickled: bytes) -> None:
-    """A reward process: makes its function, says that it is ready, then answers one call after the other until the end of file."""
+    """A reward process: loads its functions, says that it is ready, then answers one call after the other until the end of file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which ends its workers in order
     mprollout._inside = "a reward process"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler inherited from SGLang's process would not end a hung call
-    function: Callable[..., Any] | None = None
-    broken = Outcome()
-    try:
-        config: RewardConfig = pickle.loads(pickled)
-        preload(config)
-        function = resolve(config)
-    except BaseException as error:  # SystemExit too: the calls are told, the process lives to tell them
-        broken = failure_of(error)
+
+    def attempt(work: Callable[[], T]) -> T | Outcome:
+        try:
+            return work()
+        except BaseException as error:  # SystemExit too: the caller is told, the process lives to tell it
+            return failure_of(error)
+
+    jobs: dict[str, Job | Outcome] = {}
+    made = attempt(lambda: _makers(pickled))
+    if isinstance(made, dict):
+        jobs = {what: attempt(make) for what, make in made.items()}
+    else:
+        jobs = {"reward": made, "filter": made}
     with connection, connection.makefile("rb") as calls:
         connection.sendall(_frame(b""))
         while calls.peek(1):
-            samples: list[RewardInput] = pickle.load(calls)
-            outcome = broken
-            if function is not None:
-                try:
-                    value = function(samples if config.per == "group" else samples[0])
-                    outcome = Outcome(rewards=checked_numbers(value, samples, config.per))
-                except BaseException as error:
-                    outcome = failure_of(error)
+            what, samples, rewards = pickle.load(calls)
+            job = jobs[what]
+            outcome = job if isinstance(job, Outcome) else attempt(lambda: job(samples, rewards))  # noqa: B023
             connection.sendall(_frame(msgspec.msgpack.encode(outcome)))
+
+
+def _makers(pickled: bytes) -> dict[str, Callable[[], Job]]:
+    reward, filter_ = pickle.loads(pickled)
+    makers: dict[str, Callable[[], Job]] = {"reward": lambda: reward_job(reward)}
+    if filter_.function is not None:
+        makers["filter"] = lambda: filter_job(filter_)
+    return makers
 
 
 def _frame(payload: bytes) -> bytes:
@@ -101,9 +117,9 @@ class _Process:
             await self._receive()
             self._ready = True
 
-    async def call(self, samples: list[RewardInput]) -> Outcome:
+    async def call(self, request: _Request) -> Outcome:
         """Raises EOFError, or OSError, when the process died."""
-        await asyncio.get_running_loop().sock_sendall(self._socket, pickle.dumps(samples))
+        await asyncio.get_running_loop().sock_sendall(self._socket, pickle.dumps(request))
         return msgspec.msgpack.decode(await self._receive(), type=Outcome)
 
     async def _receive(self) -> bytes:
@@ -132,7 +148,7 @@ class _Process:
 
 
 class RewardPool:
-    """Runs a reward function for one worker's event loop.
+    """Runs the reward function, and the filter function, for one worker's event loop.
 
     Sync functions run in `workers` spawned processes, one call each at a time; async ones run on the loop,
     `max_concurrency` at once; "exact" is too cheap to send away and runs on the loop too. A call that waits for its place
@@ -151,13 +167,13 @@ class RewardPool:
         ConfigError: as `resolve`.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, group_filter: FilterConfig | None = None) -> None:
+        self._config, self._filter = config, group_filter or FilterConfig()
         function = resolve(config)
         self._async: Callable[..., Awaitable[Any]] | None = function if is_async(function) else None
         self._inline = function if config.function == "exact" else None
-        self._places = asyncio.Semaphore(config.workers if self._async is None else config.max_concurrency)
-        self._pickled = pickle.dumps(config)
+        self._async_places, self._places = asyncio.Semaphore(config.max_concurrency), asyncio.Semaphore(config.workers)
+        self._pickled = pickle.dumps((config, self._filter))
         self._idle: list[_Process] = []  # started, and without a call
         self._processes: set[_Process] = set()  # idle or serving
         self._killed: list[SpawnProcess] = []  # not yet reaped
@@ -166,7 +182,8 @@ class RewardPool:
 
     def warm(self) -> None:
         """Start the processes (some milliseconds each; their imports are not waited for). Without it the first call does."""
-        if self._async is None and self._inline is None and not self._processes and not self._closed:
+        needed = (self._async is None and self._inline is None) or self._filter.function is not None
+        if needed and not self._processes and not self._closed:
             self._idle = [self._start() for _ in range(self._config.workers)]
             # after the first start, so that it runs before multiprocessing's own hook, which joins a hung process for ever
             atexit.register(self.close)
@@ -185,6 +202,16 @@ class RewardPool:
     async def score(self, samples: list[RewardInput]) -> list[float]:
         """The rewards of a group (`per="group"`), in its order. A cancelled call that does not end within a second is killed. Raises as `score_one`."""
         return await self._score(samples)
+
+    async def reject(self, samples: list[RewardInput], rewards: list[float]) -> str:
+        """The filter function's reason to reject a scored group; "" keeps it.
+
+        Raises:
+            RewardTimeout: the function ran longer than `FilterConfig.timeout_s`.
+            FilterFailed: it raised, could not be imported, or returned what is no reason; or its process died.
+            EngineClosed: the pool was closed before or meanwhile.
+        """
+        return (await self._call("filter", samples, rewards)).rejected
 
     def close(self) -> None:
         """Kill all processes at once, whatever they run, and reap them. Calls under way raise `EngineClosed`. Idempotent."""
@@ -206,11 +233,11 @@ class RewardPool:
             return await self._call_async(self._async, samples)
         if self._inline is not None:
             return checked_numbers(self._inline(samples[0]), samples, "sample")
-        return await self._call(samples)
+        return (await self._call("reward", samples, [])).rewards
 
     async def _call_async(self, function: Callable[..., Awaitable[Any]], samples: list[RewardInput]) -> list[float]:
         per = self._config.per
-        async with self._places:
+        async with self._async_places:
             try:
                 async with asyncio.timeout(self._config.timeout_s) as deadline:
                     value = await function(samples if per == "group" else samples[0])
@@ -218,17 +245,17 @@ class RewardPool:
                 if deadline.expired():
                     limit = f"exceeded timeout_s={self._config.timeout_s}"
                     raise RewardTimeout(f"{where(samples)}: the reward function {limit}") from error
-                return failure_of(error).unwrap(where(samples))  # raises
+                return failure_of(error).check(where(samples)).rewards  # raises
         return checked_numbers(value, samples, per)
 
-    async def _call(self, samples: list[RewardInput]) -> list[float]:
+    async def _call(self, what: str, samples: list[RewardInput], rewards: list[float]) -> Outcome:
         self.warm()
         await self._places.acquire()  # the wait is not timed, and a call cancelled in it costs no process
         if self._closed:
             self._places.release()
             raise EngineClosed("the reward pool is closed")
         process = self._idle.pop() if self._idle else self._start()
-        call = asyncio.ensure_future(self._one_call(process, samples))
+        call = asyncio.ensure_future(self._one_call(process, (what, samples, rewards)))
         self._calls.add(call)
         call.add_done_callback(self._on_call_done)
         try:
@@ -237,12 +264,12 @@ class RewardPool:
             # Most calls end in a moment, and a kill costs the start of a process: a group's siblings are cancelled by the dozen.
             asyncio.get_running_loop().call_later(CANCEL_GRACE_S, call.cancel)
             raise
-        return outcome.unwrap(where(samples))
+        return outcome.check(where(samples), _RAISED[what])
 
-    async def _one_call(self, process: _Process, samples: list[RewardInput]) -> Outcome:
+    async def _one_call(self, process: _Process, request: _Request) -> Outcome:
         outcome = None
         try:
-            outcome = await self._ask(process, samples)
+            outcome = await self._ask(process, request)
             return outcome
         finally:
             self._give_back(process, reusable=outcome is not None)
@@ -253,23 +280,25 @@ class RewardPool:
         if not call.cancelled():
             call.exception()  # its waiter may be gone
 
-    async def _ask(self, process: _Process, samples: list[RewardInput]) -> Outcome:
+    async def _ask(self, process: _Process, request: _Request) -> Outcome:
+        what, samples, _ = request
+        limit_s = self._config.timeout_s if what == "reward" else self._filter.timeout_s
         limit = f"did not start within {START_TIMEOUT_S} s"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await process.ready()
-            limit = f"exceeded timeout_s={self._config.timeout_s}"
-            async with asyncio.timeout(self._config.timeout_s):
-                return await process.call(samples)
+            limit = f"exceeded timeout_s={limit_s}"
+            async with asyncio.timeout(limit_s):
+                return await process.call(request)
         except TimeoutError as error:
-            raise RewardTimeout(f"{where(samples)}: the reward function {limit}") from error
+            raise RewardTimeout(f"{where(samples)}: the {what} function {limit}") from error
         except (EOFError, OSError) as error:
             if self._closed:
                 raise EngineClosed("the reward pool was closed while it scored") from error
             process.kill()  # it may have closed its socket and live on
             process.process.join()
-            died = f"the reward's process {process.process.pid} died with exit code {process.process.exitcode}"
-            raise RewardRaised(f"{where(samples)}: {died}") from error
+            died = f"the {what}'s process {process.process.pid} died with exit code {process.process.exitcode}"
+            raise _RAISED[what](f"{where(samples)}: {died}") from error
 
     def _give_back(self, process: _Process, reusable: bool) -> None:
         if reusable and not self._closed:
