@@ -55,7 +55,6 @@ class Attendant:
     def __init__(
         self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, config: EngineConfig
     ) -> None:
-        assert keeper.segment is not None
         self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
         self.segment = keeper.segment
         self.lock = threading.Lock()
@@ -150,8 +149,9 @@ class Attendant:
                     ticket, name, "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
                 )
             try:
+                self.gate.ahead = self.ledger.ahead
                 while self.fault is None and self.gate.credit > 0 and self._admit_one():
-                    pass
+                    self.gate.ahead = self.ledger.ahead
             except (SourceError, ConfigError) as error:
                 self._set_fault(EngineFault(f"the source cannot go on: {type(error).__name__}: {error}"))
         if ended:
@@ -297,6 +297,6 @@ class Attendant:
 
     def _on_keeper_death(self) -> None:
         self.keeper.end_orphans()
-        code = self.keeper.process.returncode
-        text = f"the keeper (pid {self.keeper.pid}) died with exit code {code}; its workers ended with it"
+        code = self.keeper.exit_code
+        text = f"the keeper (pid {self.keeper.pid}) died{f' with exit code {code}' if code is not None else ''}; its workers ended with it"
         self._set_fault(KeeperLost(text, pid=self.keeper.pid, exit_code=code))

@@ -348,7 +348,16 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     seed: int = 0
     """Base of all sampling seeds; each worker, sample and attempt derives its own."""
     run_dir: str | None = None
-    """Where logs go; None: a temporary folder that goes away."""
+    """Where logs go, and the socket by which `mprollout top` and `RolloutEngine.attach` find the run; None: a temporary folder that goes away."""
+    orphan_timeout_s: float = 0.0
+    """How long the workers live on after the trainer's death, admitting nothing, for one that attaches. 0: everything ends with the trainer."""
+
+    def _check(self) -> None:
+        self._require("orphan_timeout_s", 0 <= self.orphan_timeout_s < math.inf, "a finite number of seconds >= 0")
+        if self.orphan_timeout_s and self.run_dir is None:
+            raise ConfigError(
+                "EngineConfig.orphan_timeout_s needs run_dir: a new trainer finds the run there; got None"
+            )
 
     @classmethod
     def from_toml(cls, path: str | Path) -> EngineConfig:

@@ -16,13 +16,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
 
 import mprollout
-from mprollout import _native
+from mprollout import _native, messages
 from mprollout.attendant import SAFETY_LOOK_S, Attendant, log
 from mprollout.batch import Batch, Group
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
@@ -74,7 +74,7 @@ class RolloutEngine:
         ...     engine.update_weights(model.state_dict())
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, _attached: KeeperProcess | None = None) -> None:
         if mprollout._inside:
             raise MainGuardMissing(
                 f"a RolloutEngine is made inside {mprollout._inside}: such processes import the user's modules to find the reward and "
@@ -86,24 +86,25 @@ class RolloutEngine:
         self.config = config
         self.source = PromptSource(config.source)
         self.plan = plan(config)
-        check_memory(segment_bytes(self.plan), self.plan)
+        if _attached is None:
+            check_memory(segment_bytes(self.plan), self.plan)
         self._warn_of_idle_places()
-        self._gate = Gate(config.gate, self.plan.max_live_groups)
+        self._gate = Gate(config.gate, self.plan.max_live_groups, self.plan.spare)
         self._ledger = Ledger()
         self._updates = Updates(config, self._gate)
         self._taker: int | None = (
             None  # thread in `get`; a thread that finds itself here was interrupted in the one before
         )
         self._parked: list[Group] = []  # delivered, not yet handed over
+        self._again: dict[int, _native.Lease] = {}  # by ticket: what a dead trainer had taken, in its order
         self._taken_before = 0
         self._pid = os.getpid()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._confirmed: dict[str, Any] | None = None
         self._evaluations = 0
         self._waiting_for = ""
         self._starved_since = math.inf
         self._started = self._closed = False
-        self._keeper: KeeperProcess | None = None
+        self._keeper: KeeperProcess | None = _attached
         self._attendant: Attendant | None = None
         self._consumer: _native.Consumer | None = None
 
@@ -133,8 +134,11 @@ class RolloutEngine:
         self.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self.config.orphan_timeout_s and kind is not None and issubclass(kind, Exception):
+            self.detach()
+        else:
+            self.close()
 
     def start(self, progress: bool = True) -> None:
         """Start the keeper, the workers and the attendant; return when every worker is ready.
@@ -150,9 +154,11 @@ class RolloutEngine:
             raise EngineClosed("the engine was started or closed before; make a new one")
         self._started = True
         try:
-            self._keeper = KeeperProcess(self.config, self.plan)
-            assert self._keeper.segment is not None
+            attached = self._keeper is not None
+            self._keeper = self._keeper or KeeperProcess.start(self.config, self.plan)
             self._consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
+            if attached:
+                self._adopt(self._keeper.segment, self._consumer)
             self._attendant = attendant = Attendant(self._keeper, self.source, self._gate, self._ledger, self.config)
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
@@ -160,8 +166,76 @@ class RolloutEngine:
             self.close()
             raise
 
+    @classmethod
+    def attach(cls, run_dir: str | os.PathLike[str], state: dict[str, Any], rows: Any = None) -> Self:
+        """Take the place of a trainer that died: its workers live, run and keep what they made (`EngineConfig.orphan_timeout_s`).
+
+        Groups that the dead trainer had taken, not released, and that `state` does not hold as taken are delivered again first. Nothing
+        is admitted before the first `update_weights`, which gives the workers the checkpoint's weights under a fresh version.
+
+        Args:
+            run_dir: the run's `EngineConfig.run_dir`; its config comes from there.
+            state: what `state_dict` returned, from the checkpoint that was loaded.
+            rows: the source's rows, where they were given as a Python object.
+
+        Returns:
+            An engine to be started (`with`, or `start`).
+
+        Raises:
+            ConfigError: nobody keeps the run any more, its trainer lives, or the state is older than one that was confirmed.
+            KeeperLost: the keeper ended meanwhile.
+        """
+        keeper, config = KeeperProcess.attach(os.fspath(run_dir))
+        try:
+            if config.source.path == "-":
+                if rows is None:
+                    raise ConfigError(
+                        "attach: the run's rows were a Python object; give them again: attach(run_dir, state, rows=...)"
+                    )
+                config = msgspec.structs.replace(
+                    config, source=msgspec.structs.replace(config.source, path=None, rows=rows)
+                )
+            engine = cls(config, _attached=keeper)
+            engine.load_state_dict(state)
+            assert keeper.booted is not None
+            if engine._ledger.resolved < keeper.booted.confirmed:
+                raise ConfigError(
+                    f"attach: the state holds {engine._ledger.resolved} resolved tickets, a newer one with {keeper.booted.confirmed} "
+                    "was confirmed: load the newer checkpoint, or start a new engine from the older one"
+                )
+            minted = max(engine._updates.minted, keeper.booted.highest_version)
+            engine._updates = Updates(config, engine._gate, minted, keeper.completed, int(state["policy_version"]))
+        except BaseException:
+            keeper.detach()
+            raise
+        return engine
+
+    def _adopt(self, segment: _native.Segment, consumer: _native.Consumer) -> None:
+        """Find out what is live, against the loaded state: entries of the table, groups in the ring, groups that the dead trainer had taken."""
+        while (lease := consumer.take()) is not None:
+            if not lease.delivered:
+                continue
+            if self._ledger.is_resolved(lease.ticket):  # the checkpoint has it; only its memory was not given back
+                lease.release()
+            else:
+                self._again[lease.ticket] = lease
+        table = {row[0] for row in segment.table() if row[1] != _native.DONE}
+        live = table | {lease.ticket for lease in consumer.held()} | self._again.keys()
+        self._ledger.adopt(live)
+        self._gate.admitted = len(live)
+
     def close(self) -> None:
         """End all processes and free the memory. Blocks at most about 5 s. Idempotent; safe in any state."""
+        self._leave(KeeperProcess.close)
+
+    def detach(self) -> None:
+        """Leave the run as it is, for a trainer that attaches within `orphan_timeout_s`; an exception that ends a `with` block does.
+
+        Groups taken and not in the state that it loads come again. Batches still held stay readable. Idempotent.
+        """
+        self._leave(KeeperProcess.detach)
+
+    def _leave(self, how: Callable[[KeeperProcess], None]) -> None:
         if self._closed or os.getpid() != self._pid:  # a forked child owns none of it
             return
         self._closed = True
@@ -170,7 +244,7 @@ class RolloutEngine:
         if self._consumer is not None:
             self._consumer.close()
         if self._keeper is not None:
-            self._keeper.close()
+            how(self._keeper)
 
     # -- taking --------------------------------------------------------------------------------------------------
 
@@ -250,14 +324,14 @@ class RolloutEngine:
         """Up to n groups that may be delivered now, in order; they stay held until `_deliver`."""
         parked = {group.ticket for group in self._parked}
         if not self._in_ticket_order:
-            held = [lease for lease in consumer.held() if lease.ticket not in parked]
+            held = [lease for lease in (*self._again.values(), *consumer.held()) if lease.ticket not in parked]
             if len(held) + attendant.segment.pending() >= n:
                 while len(held) < n and (lease := consumer.take()) is not None:
                     held.append(lease)
             return held[:n]
         while consumer.take() is not None:
             pass
-        by_ticket = {lease.ticket: lease for lease in consumer.held()}
+        by_ticket = {lease.ticket: lease for lease in consumer.held()} | self._again
         leases: list[_native.Lease] = []
         ticket = self._ledger.watermark
         while len(leases) < n:
@@ -278,6 +352,8 @@ class RolloutEngine:
             group.lag = self._updates.lag(int(versions.min()) if len(versions) else self.policy_version)
         self._parked = [*self._parked, *groups]
         consumer.deliver(leases)
+        for lease in leases:
+            self._again.pop(lease.ticket, None)
 
     def _book(self, n: int) -> Batch:
         """Mark the first n parked tickets taken. Interrupted anywhere, it can run again; `state_dict` leaves parked tickets out in any case."""
@@ -411,12 +487,14 @@ class RolloutEngine:
             )
         self._ledger = Ledger.from_state(ledger)
         self._taken_before = self._ledger.taken
-        self._gate = Gate(msgspec.structs.replace(self.config.gate, await_weights=True), self.plan.max_live_groups)
+        awaiting = msgspec.structs.replace(self.config.gate, await_weights=True)
+        self._gate = Gate(awaiting, self.plan.max_live_groups, self.plan.spare)
         self._updates = Updates(self.config, self._gate, minted)
 
     def confirm(self, state: dict[str, Any]) -> None:
-        """Say that a saved checkpoint contains `state`: groups it holds as taken will never be asked for again."""
-        self._confirmed = state
+        """Say that a saved checkpoint contains `state`: `attach` refuses an older one from now on."""
+        attendant, _ = self._running()
+        attendant.send(messages.Confirmed(resolved=Ledger.from_state(state["ledger"]).resolved))
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
@@ -460,7 +538,12 @@ class RolloutEngine:
                     f"audit: a ticket stands twice in the live table: {sorted(row[0] for row in table)}"
                 )
             counts: dict[str, int] = dict(self._ledger.counts)
-            for ticket in range(self._ledger.watermark, self._ledger.admitted_below):
+            adopted = [
+                ticket
+                for ticket in live
+                if ticket >= self._ledger.admitted_below and self._ledger.is_handed_out(ticket)
+            ]
+            for ticket in [*range(self._ledger.watermark, self._ledger.admitted_below), *adopted]:
                 state = live.pop(ticket, None)
                 if self._ledger.is_resolved(ticket):
                     if state not in (None, "done"):  # a delivered group's entry waits for the sweep

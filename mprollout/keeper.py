@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import pickle
 import selectors
@@ -50,7 +51,11 @@ class KeeperRecord(msgspec.Struct, kw_only=True):
     fault: FaultConfig
     worker_record: bytes
     """Opaque to the keeper: handed to each worker (it may hold user code, which the keeper never loads)."""
-    log_dir: str | None
+    run_dir: str | None
+    """Where the logs go, and the socket for monitors and for a trainer that attaches; None: a temporary folder, and no socket."""
+    orphan_timeout_s: float
+    trainer_record: bytes
+    """Opaque to the keeper: handed to a trainer that attaches."""
 
 
 class Worker:
@@ -72,14 +77,20 @@ class Worker:
         self.start_at = 0.0
         """When to spawn again (state restarting), or when it was spawned (state starting); CLOCK_MONOTONIC, s."""
         self.start_s = 0.0
+        self.last_told: messages.WorkerState | None = None
 
 
 class Keeper:
     """Made by `main` in its own process; `run` returns when everything has ended."""
 
     def __init__(self, trainer: messages.Channel, trainer_pid: int) -> None:
-        self.trainer = trainer
-        self.trainer_pidfd = os.pidfd_open(trainer_pid)
+        self.trainer: messages.Channel | None = trainer
+        self.trainer_pid, self.trainer_pidfd = trainer_pid, os.pidfd_open(trainer_pid)
+        self.orphan_until = math.inf
+        """When to give up waiting for a trainer that attaches; CLOCK_MONOTONIC, s. Infinite while there is a trainer."""
+        self.confirmed = 0
+        self.door: socket.socket | None = None
+        self.visitors: set[messages.Channel] = set()
         self.selector = selectors.DefaultSelector()
         self.workers: list[Worker] = []
         self.weights = WeightSync(self)
@@ -93,6 +104,7 @@ class Keeper:
 
     def boot(self) -> None:
         """Read the record, make the memory, spawn the workers."""
+        assert self.trainer is not None
         self.trainer.socket.setblocking(True)
         received = self.trainer.receive()
         self.trainer.socket.setblocking(False)
@@ -102,20 +114,29 @@ class Keeper:
         self.temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
         self._lock_fd = os.open(self.temp_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-        self.log_dir = Path(self.record.log_dir) if self.record.log_dir else self.temp_dir
+        self.log_dir = Path(self.record.run_dir) / "logs" if self.record.run_dir else self.temp_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        if self.record.run_dir is not None:
+            self.door = messages.open_door(Path(self.record.run_dir))
+            self.selector.register(self.door, selectors.EVENT_READ, self._on_knock)
         self.segment = _native.Segment.create(**self.record.segment)
         count = len(self.record.workers.devices)
         self.attendant_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(count)]
-        self.trainer.send(
-            messages.Booted(run_dir=str(self.temp_dir)), [self.segment.fd, self.attendant_bell, *self.bells]
-        )
-        self.selector.register(self.trainer, selectors.EVENT_READ, self._on_trainer)
-        self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
         self.workers = [Worker(index) for index in range(count)]
+        self._welcome()
         for worker in self.workers:
             self._spawn(worker)
+
+    def _welcome(self, *more: int) -> None:
+        """Hand the memory to the trainer and listen to it."""
+        assert self.trainer is not None
+        booted = messages.Booted(
+            temp_dir=str(self.temp_dir), highest_version=self.weights.answered, confirmed=self.confirmed
+        )
+        self.tell(booted, [self.segment.fd, self.attendant_bell, *self.bells, *more])
+        self.selector.register(self.trainer, selectors.EVENT_READ, self._on_trainer)
+        self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
 
     def _spawn(self, worker: Worker) -> None:
         folder = self.temp_dir / f"w{worker.index}"
@@ -201,18 +222,93 @@ class Keeper:
                 elif silent_s > settings.progress_timeout_s:
                     self.kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
         self._reap_adopted()
+        if now > self.orphan_until:
+            self.ending = True
 
     # -- trainer -------------------------------------------------------------------------------------------------
 
     def _on_trainer_death(self) -> None:
-        self.ending = True
+        """The end, or with `orphan_timeout_s` the beginning of the wait for a successor: nothing is admitted meanwhile."""
+        if self.record.orphan_timeout_s == 0:
+            self.ending = True
+            return
+        self._let_trainer_go()
+        self._forget(self.trainer_pidfd)
+        os.close(self.trainer_pidfd)
+        self.trainer_pid, self.trainer_pidfd = 0, -1
+        self.weights.abandon("the trainer died")
+        self.orphan_until = time.monotonic() + self.record.orphan_timeout_s
+
+    def _let_trainer_go(self) -> None:
+        if self.trainer is not None:
+            self._forget(self.trainer)
+            self.trainer.close()
+            self.trainer = None
+
+    # -- visitors ------------------------------------------------------------------------------------------------
+
+    def _on_knock(self) -> None:
+        assert self.door is not None
+        with contextlib.suppress(OSError):
+            visitor = messages.Channel(self.door.accept()[0])
+            if visitor.peer()[1] != os.getuid():
+                visitor.close()
+                return
+            self.visitors.add(visitor)
+            self.selector.register(visitor, selectors.EVENT_READ, lambda: self._on_visitor(visitor))
+
+    def _on_visitor(self, visitor: messages.Channel) -> None:
+        try:
+            received = visitor.receive()
+        except (EOFError, OSError, msgspec.MsgspecError):
+            received = (messages.Stop(), [])  # it left again
+        if received is None:
+            return
+        for fd in received[1]:
+            os.close(fd)
+        self._forget(visitor)
+        self.visitors.discard(visitor)
+        with contextlib.suppress(OSError):
+            match received[0]:
+                case messages.Attach() if self.trainer_pidfd < 0 and not self.ending:
+                    self._take_in(visitor)
+                    return
+                case messages.Attach():
+                    text = f"the run has a living trainer (pid {self.trainer_pid}), or is ending"
+                    visitor.send(messages.Fault(kind="attach", message=text))
+                case messages.Observe():
+                    for worker in self.workers:
+                        if worker.last_told is not None:
+                            visitor.send(worker.last_told)
+                    read_only = os.open(f"/proc/self/fd/{self.segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+                    visitor.send(messages.Observed(trainer_pid=self.trainer_pid), [read_only])
+                    os.close(read_only)
+        visitor.close()
+
+    def _take_in(self, visitor: messages.Channel) -> None:
+        """A visitor becomes the trainer."""
+        pid = visitor.peer()[0]
+        self.trainer_pidfd = os.pidfd_open(pid)  # OSError: it died just now
+        self.trainer, self.trainer_pid, self.orphan_until = visitor, pid, math.inf
+        record = messages.blob(pickle.dumps((self.record.trainer_record, self.weights.completed)))
+        self._welcome(record)
+        os.close(record)
+        for worker in self.workers:
+            if worker.last_told is not None:
+                self.tell(worker.last_told)
+
+    # -- the trainer's messages ----------------------------------------------------------------------------------
 
     def _on_trainer(self) -> None:
-        while True:
+        while self.trainer is not None:
             try:
                 received = self.trainer.receive()
             except (EOFError, OSError):
-                self.ending = True
+                # Its descriptors close a moment before its pidfd tells; one that lives on has let its engine go.
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self.trainer_pidfd, selectors.EVENT_READ)
+                    self.ending = self.record.orphan_timeout_s == 0 or not selector.select(STOP_GRACE_S)
+                self._let_trainer_go()
                 return
             if received is None:
                 return
@@ -227,24 +323,28 @@ class Keeper:
                     self.weights.give_up(message)
                 case messages.Evaluate():
                     self._forward_evaluation(message, fds[0])
+                case messages.Detach():
+                    self._on_trainer_death()
+                case messages.Confirmed():
+                    self.confirmed = max(self.confirmed, message.resolved)
                 case _:
                     raise AssertionError(f"keeper got {message!r} from the trainer")
 
     def tell(self, message: messages.Message, fds: list[int] | None = None) -> None:
-        with contextlib.suppress(OSError):  # its death is reported by the pidfd
-            self.trainer.send(message, fds)
+        if self.trainer is not None:
+            with contextlib.suppress(OSError):  # its death is reported by the pidfd
+                self.trainer.send(message, fds)
 
     def tell_state(self, worker: Worker, **more: Any) -> None:
-        self.tell(
-            messages.WorkerState(
-                worker=worker.index,
-                pid=worker.pid,
-                state=worker.state,
-                restarts=worker.restarts,
-                start_s=worker.start_s,
-                **more,
-            )
+        worker.last_told = messages.WorkerState(
+            worker=worker.index,
+            pid=worker.pid,
+            state=worker.state,
+            restarts=worker.restarts,
+            start_s=worker.start_s,
+            **more,
         )
+        self.tell(worker.last_told)
 
     # -- workers -------------------------------------------------------------------------------------------------
 
@@ -418,6 +518,8 @@ class Keeper:
                 self._bury(worker)
         self._reap_adopted()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.door is not None:
+            messages.close_door(self.door, Path(self.record.run_dir or ""))
 
 
 def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict[str, str]:

@@ -65,6 +65,7 @@ class Ledger:
         """All tickets below are resolved. In ticket order it is the next one to deliver."""
         self._ended: collections.Counter[str] = collections.Counter()
         self._above: set[int] = set()
+        self._adopted: set[int] = set()  # live already when this ledger began; skipped by `next_ticket`
         self._next = 0
 
     @property
@@ -79,7 +80,7 @@ class Ledger:
 
     def next_ticket(self) -> int:
         """Hand out the lowest ticket that is neither resolved nor handed out."""
-        while self._next in self._above or self._next < self.watermark:
+        while self._next in self._above or self._next in self._adopted or self._next < self.watermark:
             self._next += 1
         ticket, self._next = self._next, self._next + 1
         return ticket
@@ -101,6 +102,22 @@ class Ledger:
         """All tickets below were handed out or are resolved."""
         return self._next
 
+    def adopt(self, live: Collection[int]) -> None:
+        """Tickets that are live although this ledger has not handed them out: a trainer before this one did."""
+        self._adopted |= {ticket for ticket in live if not self.is_resolved(ticket)}
+
+    def is_handed_out(self, ticket: int) -> bool:
+        """Whether the ticket has left for the live table, or is resolved."""
+        return ticket < self._next or ticket in self._adopted or self.is_resolved(ticket)
+
+    @property
+    def ahead(self) -> int:
+        """Live tickets behind the one that is handed out next: those of an earlier trainer, when this one starts further back."""
+        if not self._adopted:
+            return 0
+        following = self.peek_ticket()
+        return sum(ticket > following for ticket in self._adopted)
+
     def is_resolved(self, ticket: int) -> bool:
         return ticket < self.watermark or ticket in self._above
 
@@ -110,12 +127,13 @@ class Ledger:
         Raises:
             AssertionError: the ticket was resolved before, or never handed out: a broken promise, never a user's error.
         """
-        if self.is_resolved(ticket) or ticket >= self._next:
+        if self.is_resolved(ticket) or not self.is_handed_out(ticket):
             raise AssertionError(
                 f"ticket {ticket} ({outcome}) is resolved twice or was never admitted; watermark {self.watermark}, next {self._next}"
             )
         if outcome != "taken":
             self._ended[outcome] += 1
+        self._adopted.discard(ticket)
         # Each step leaves a consistent state behind, since a signal may raise between any two (the main thread takes).
         self._above.add(ticket)
         watermark = self.watermark

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,19 +33,28 @@ if TYPE_CHECKING:
 class Updates:
     """The trainer's end: mints versions, pushes them, knows how old a token is."""
 
-    def __init__(self, config: EngineConfig, gate: Gate, minted: int = 0) -> None:
-        """`minted`: the highest version number that a loaded state has used."""
+    def __init__(
+        self, config: EngineConfig, gate: Gate, minted: int = 0, completed: Sequence[int] = (), since: int = 0
+    ) -> None:
+        """
+        Args:
+            minted: the highest version number that was ever used.
+            completed: the versions that an earlier trainer completed, in their order.
+            since: the one of them that the loaded checkpoint was saved at: updates count from there.
+        """
         self.version = 0
         """The last version that all workers applied."""
         self.minted = minted
         self._config, self._gate = config, gate
-        self._completed_at = dict.fromkeys((0, minted), 0)  # version -> completed updates that its tokens count from
+        # version -> completed updates that its tokens count from, negative for those before the checkpoint
+        behind = sum(version <= since for version in completed)
+        self._completed_at = {0: -behind} | {version: i + 1 - behind for i, version in enumerate(completed)}
         self._unanswered = 0  # the last version that was sent, or was about to be when an interrupt came
         self._one_at_a_time = threading.Lock()
 
     def lag(self, version: int) -> int:
-        """Completed updates between a token of that version and now."""
-        return self._gate.updates - self._completed_at[version]
+        """Completed updates between a token of that version and now; 0 for one of a policy that this trainer has yet to reach again."""
+        return max(0, self._gate.updates - self._completed_at[version])
 
     def push(self, source: Any, timeout_s: float | None, attendant: Attendant) -> int:
         """See `RolloutEngine.update_weights`."""
@@ -121,7 +131,10 @@ class WeightSync:
         self._keeper = keeper
         self._attempt: _Attempt | None = None
         self._good: tuple[int, int] | None = None  # version, memfd of the last copy that all workers applied
-        self._answered = 0  # the highest version that has had its UpdateDone
+        self.answered = 0
+        """The highest version that has had its UpdateDone."""
+        self.completed: list[int] = []
+        """The versions that all workers applied, in their order."""
 
     def begin(self, message: messages.Update, fd: int) -> None:
         """Send a new copy to every worker that runs. Owns the descriptor."""
@@ -175,8 +188,13 @@ class WeightSync:
                     innocent_tickets=True,
                 )
             self._maybe_end()
-        elif message.version > self._answered:  # minted, and interrupted before it was sent
+        elif message.version > self.answered:  # minted, and interrupted before it was sent
             self._answer(message.version, [messages.Applied(worker=-1, version=message.version, error=message.why)])
+
+    def abandon(self, why: str) -> None:
+        """The trainer is gone: whatever it was pushing is given up."""
+        if self._attempt is not None:
+            self.give_up(messages.GiveUpUpdate(version=self._attempt.version, why=why))
 
     def _send_newest(self, worker: Worker) -> None:
         """The copy under way, else the last good one."""
@@ -202,10 +220,11 @@ class WeightSync:
             if self._good is not None:
                 os.close(self._good[1])
             self._good = (attempt.version, attempt.fd)
+            self.completed.append(attempt.version)
         self._answer(attempt.version, attempt.failures)
 
     def _answer(self, version: int, failures: list[messages.Applied]) -> None:
-        self._answered = version
+        self.answered = version
         self._keeper.tell(messages.UpdateDone(version=version, failures=failures))
 
     def _take_back(self, attempt: _Attempt) -> None:
