@@ -1,6 +1,6 @@
-"""The physical limits, measured by limits.c over memory made as the ring makes its own: what no transport in any language can beat.
+"""The physical limits, measured by limits.c over memory that the ring's own code made: what no transport can beat.
 
-`CStream` has the shape of a transport, so that it runs against the ring round by round; `copy_ns` and `ping_pong_ns` are single numbers.
+`CStream` has the shape of a transport, so that it runs against the ring round by round; the others are single numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ARENAS = 88 + 8 * 11  # where the header says where the arenas start: the twelft
 
 
 def shared(nbytes: int) -> tuple[_native.Segment, int]:
-    """A segment with room for `nbytes` in one arena, populated with the ring's own pages; and where that arena starts."""
+    """A segment with room for `nbytes` in one arena, and where that arena starts: the ring's own kind of pages."""
     segment = _native.Segment.create(
         workers=1,
         entries=1,
@@ -43,7 +43,7 @@ def arena_of(segment: _native.Segment, arena: int) -> memoryview:
 
 
 class CStream(Transport):
-    """One producer's memcpy and the consumer's checksum in C, `depth` slots, two counters: no tickets, no claims, no deaths."""
+    """A memcpy and a checksum in C, `depth` slots, two counters: no Python, no tickets, no deaths."""
 
     name = "C stream"
 

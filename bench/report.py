@@ -1,7 +1,7 @@
 """The table of ratios and the plot of a run: `python bench/report.py build/bench.json build/bench.png`.
 
-Invariant: every goal is printed with its number and `met` or `MISSED`, or with why there is no number; rounds that ran under foreign load
-are left out of every median and counted.
+Invariant: every goal is printed with its number and `met` or `MISSED`, or with why there is no number; rounds that ran
+under foreign load are left out of every median and counted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from calls import PHASES
 
 FOREIGN = 0.10  # a round in which others had more of the machine's CPU time than this does not count
 FEWEST = 3  # clean rounds that a median needs
@@ -35,8 +37,7 @@ class Results:
 
     def __init__(self, run: dict[str, Any], foreign: float) -> None:
         self.run, self.foreign = run, foreign
-        self.rows: list[Row] = [bench["extra_info"] for bench in run["benchmarks"]]
-        self.rows = [row for row in self.rows if "test" in row]
+        self.rows: list[Row] = [bench["extra_info"] for bench in run["benchmarks"] if "test" in bench["extra_info"]]
 
     def find(self, test: str, **where: Any) -> list[Row]:
         return [row for row in self.rows if row["test"] == test and all(row.get(k) == v for k, v in where.items())]
@@ -291,7 +292,7 @@ def calls(results: Results) -> str:
             seconds = row["seconds"]
             cells = [micro(value) for value in (*seconds.values(), sum(seconds.values()))]
             rows.append((f"{row.get('x', row.get('n')):,} {unit}", *cells))
-    return table(("us a group", "admit", "claim", "publish", "take", "release", "sweep", "all"), rows)
+    return table(("us a group", *PHASES, "all"), rows)
 
 
 def report(results: Results) -> str:
@@ -300,21 +301,21 @@ def report(results: Results) -> str:
     rounds = sum(len(row["rounds"]) for row in compared)
     loaded = sum(r["foreign"] > FOREIGN for row in compared for r in row["rounds"])
     empty = sum(not results.clean(row) for row in compared)
+    commit = results.run["commit_info"]
     about = (
         f"{machine['cpu'].get('brand_raw', platform.processor())}, {machine['cpu'].get('count')} CPUs, "
         f"Linux {machine['release']}, Python {machine['python_version']}; {results.run['datetime'][:16]}, "
-        f"commit {results.run['commit_info'].get('id', '?')[:9]}{' with changes' if results.run['commit_info'].get('dirty') else ''}"
+        f"commit {commit.get('id', '?')[:9]}{' with changes' if commit.get('dirty') else ''}"
     )
     kept = "left out" if results.foreign == FOREIGN else "COUNTED ALL THE SAME (--keep-loaded)"
     load = (
         f"{loaded} of {rounds} rounds ran beside more than {FOREIGN:.0%} foreign CPU and are {kept}; "
         f"{empty} of {len(compared)} rows have fewer than {FEWEST} clean rounds and so no number."
     )
-    skipped = sorted({row["why"] for row in results.find("skipped")})
     parts = [
-        about, load, *(f"skipped: {why}" for why in skipped),
+        about, load, *(f"skipped: {why}" for why in results.run["skipped"]),
         "\nGoals\n", goals(results),
-        "\nOne producer: ratio = how many times the rival's speed; CPU = the ring's CPU time as a share of the rival's\n",
+        "\nOne producer: ratio = times the rival's speed; CPU = the ring's CPU time a group as a share of the rival's\n",
         throughputs(results),
         "\nSeveral producers, 64 KiB, every byte\n", several(results),
         "\nOne-way latency at 1 kHz\n", latencies(results),
@@ -322,7 +323,7 @@ def report(results: Results) -> str:
         "\nThe ring's calls alone, in one process\n", calls(results),
         "\nIdle engine, share of a core\n",
         table(("state", "trainer", "worker"), [
-            (row["state"], *(f"{row['share'][who]:.2%}" for who in ("trainer", "worker"))) for row in results.find("idle")
+            (row["state"], f"{row['share']['trainer']:.2%}", f"{row['share']['worker']:.2%}") for row in results.find("idle")
         ]),
     ]  # fmt: skip
     return "\n".join(parts)

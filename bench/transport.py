@@ -3,8 +3,8 @@
     parent: Transport(shape) -> fork -> open()      child: sender(worker) -> send(group), as often as ordered
     parent: round(count, read) = order the producers, consume(count, read), read the clocks
 
-A group is `payload(size)`: five arrays in the order of FIELDS, the same for all transports. Its first word is a stamp, and every round
-is verified: the sum over what was read must be the sum over what was sent.
+A group is `payload(size)`: five arrays in the order of FIELDS, the same for all transports. Its first word is a stamp,
+and every round is verified: the sum over what was read must be the sum over what was sent.
 """
 
 from __future__ import annotations
@@ -183,6 +183,10 @@ class Transport:
         """Groups that each producer is told to send."""
         return count // self.shape.producers
 
+    def sent(self, count: int) -> list[int]:
+        """What each producer says that it sent, once all have."""
+        return [control.recv() for control in self.controls]
+
     def release(self) -> None:
         """Drop the consumer's end, after the producers have gone."""
 
@@ -220,7 +224,7 @@ class Transport:
         total = self.consume(count, read)
         wall, trainer = time.perf_counter_ns() - start, time.process_time_ns() - trainer
         cpu = self._producers_ns() - cpu
-        sent = [control.recv() for control in self.controls]
+        sent = self.sent(count)
         assert sum(sent) == count, f"{self.name}: {count} groups consumed, {sent} sent"
         if read in (touch, stamp):
             assert total % 2**64 == expected(self.shape.size, sent, read) % 2**64, f"{self.name}: not what was sent"
