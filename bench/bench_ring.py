@@ -29,7 +29,7 @@ from transport import CPUS, Read, Shape, Transport, cpu_ns, running, settle, sta
 import mprollout as mp
 
 SMOKE = bool(os.environ.get("BENCH_SMOKE"))
-ROUNDS = 1 if SMOKE else 9
+ROUNDS = 1 if SMOKE else 7
 ROUND_S = 0.004 if SMOKE else 0.1  # wall time of one round of one side
 KIB = 1024
 SIZES = [64 * KIB] if SMOKE else [4 * KIB, 64 * KIB, 512 * KIB, 4096 * KIB]
@@ -158,7 +158,7 @@ def latency_cases() -> list[Any]:
 @pytest.mark.parametrize(("ours", "theirs", "size", "pinned"), latency_cases())
 def test_latency(benchmark: Any, ours: type[Transport], theirs: type[Transport], size: int, pinned: bool) -> None:
     """One way, one group a millisecond: from before the producer's call until the consumer has arrays."""
-    shape, count = Shape(size, pinned=pinned, batch=1), 20 if SMOKE else 250
+    shape, count = Shape(size, pinned=pinned, batch=1), 20 if SMOKE else 150
     took: list[int] = []
 
     def read(arrays: Any) -> int:

@@ -1,8 +1,8 @@
 // What the machine allows: plain C for the work that every transport shares, and for the limits that none can beat.
 //
-// `touch` and `stamp` are how the consumer reads a group, the same for all transports. `copy`, `ping_pong` and the stream are
-// the physical limits: a memcpy between two mappings, the way of one cache line between two processes, and a bounded
-// single-producer stream of equal blocks with nothing but a memcpy, two counters and a checksum.
+// `touch` and `stamp` are how the consumer reads a group, the same for all transports. `copy`, `ping_pong` and the
+// stream are the physical limits: a memcpy between two mappings, the way of one cache line between two processes, and a
+// bounded single-producer stream of equal blocks with nothing but a memcpy, two counters and a checksum.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>

@@ -315,7 +315,7 @@ def report(results: Results) -> str:
     parts = [
         about, load, *(f"skipped: {why}" for why in results.run["skipped"]),
         "\nGoals\n", goals(results),
-        "\nOne producer: ratio = times the rival's speed; CPU = the ring's CPU time a group as a share of the rival's\n",
+        "\nOne producer: ratio = times the rival's speed; CPU = the ring's CPU time as a share of the rival's\n",
         throughputs(results),
         "\nSeveral producers, 64 KiB, every byte\n", several(results),
         "\nOne-way latency at 1 kHz\n", latencies(results),
@@ -323,7 +323,8 @@ def report(results: Results) -> str:
         "\nThe ring's calls alone, in one process\n", calls(results),
         "\nIdle engine, share of a core\n",
         table(("state", "trainer", "worker"), [
-            (row["state"], f"{row['share']['trainer']:.2%}", f"{row['share']['worker']:.2%}") for row in results.find("idle")
+            (row["state"], *(f"{row['share'][who]:.2%}" for who in ("trainer", "worker")))
+            for row in results.find("idle")
         ]),
     ]  # fmt: skip
     return "\n".join(parts)

@@ -28,10 +28,9 @@ NAMES = tuple(name for name, _ in FIELDS)
 
 
 class Ring(Transport):
-    """The product, used as the engine uses it: the consumer admits tickets, takes n at a time, rings sleeping workers."""
+    """The product, used as the engine uses it: the consumer admits, takes n at a time, rings who sleeps."""
 
     name = "ring"
-    spin = False
     END = b"end"  # the prompt of a ticket that ends a producer's round
 
     def __init__(self, shape: Shape) -> None:
@@ -231,7 +230,7 @@ class Pipe(Transport):
 
 
 class Zmq(Transport):
-    """pyzmq PUSH/PULL over ipc: one frame of joined bytes a group, arrays made over the frame."""
+    """pyzmq PUSH/PULL over ipc: joined bytes in one frame or, where copies cost more than frames, a frame an array."""
 
     name = "pyzmq ipc"
     module = "zmq"
@@ -240,6 +239,7 @@ class Zmq(Transport):
         super().__init__(shape)
         self.folder = tempfile.TemporaryDirectory(prefix="mpb-")
         self.address = f"ipc://{self.folder.name}/s"
+        self.frames = shape.size > 128 << 10  # measured
 
     def open(self) -> None:
         import zmq
@@ -257,9 +257,14 @@ class Zmq(Transport):
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.connect(self.address)
 
+        if self.frames:
+            return lambda group: socket.send_multipart(group, copy=False)
         return lambda group: socket.send(b"".join(group), copy=False)
 
     def consume(self, count: int, read: Read) -> int:
+        if self.frames:
+            receive, dtypes = self.socket.recv_multipart, [dtype for _, dtype in FIELDS]
+            return sum(read(list(map(np.frombuffer, receive(copy=False), dtypes))) for _ in range(count))
         receive, where = self.socket.recv, layout(self.shape.size)
         return sum(read(split(receive(copy=False), where)) for _ in range(count))
 
@@ -271,7 +276,7 @@ class Zmq(Transport):
 
 
 class Iceoryx2(Transport):
-    """iceoryx2 publish-subscribe of byte slices: fields copied into a loaned sample, arrays over it; the consumer spins."""
+    """iceoryx2 publish-subscribe of byte slices: fields copied into a loaned sample, arrays over it; it spins."""
 
     name = "iceoryx2"
     module = "iceoryx2"
@@ -392,7 +397,7 @@ class SharedMemory(Transport):
 
 
 class InProcess(Transport):
-    """queue.Queue between two threads of this process, passing references: no copy, one GIL. A floor, no rival in kind."""
+    """queue.Queue between two threads of this process, passing references: no copy, one GIL. A floor."""
 
     name = "queue.Queue in-process"
 
@@ -422,7 +427,7 @@ class InProcess(Transport):
 
 
 class Ray(Transport):
-    """Ray: an actor puts dicts of arrays into the object store, the consumer gets them by reference, two batches ahead."""
+    """Ray: an actor puts dicts of arrays into the object store, the consumer gets them, two batches ahead."""
 
     name = "Ray put/get"
     module = "ray"

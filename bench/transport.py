@@ -141,8 +141,8 @@ class Round:
 class Transport:
     """Base: producers are forked processes that wait on a pipe for orders and leave when told, or are killed.
 
-    A subclass makes its channel in `__init__` (before the fork), its end of it in `sender` (in the producer) and in `open`
-    (in the consumer, after the fork), and says how groups are consumed.
+    A subclass makes its channel in `__init__` (before the fork), its end of it in `sender` (in the producer) and in
+    `open` (in the consumer, after the fork), and says how groups are consumed.
     """
 
     name: ClassVar[str]
@@ -217,7 +217,7 @@ class Transport:
             control.send(send(paced(groups, period_ns) if period_ns else groups))
 
     def round(self, count: int, read: Read, period_ns: int = 0) -> Round:
-        """Everything from the order to the last group read. Raises AssertionError when what was read is not what was sent."""
+        """Everything from the order to the last group read; asserts that what was read is what was sent."""
         cpu, trainer, start = self._producers_ns(), time.process_time_ns(), time.perf_counter_ns()
         for control in self.controls:
             control.send((self.share(count), period_ns))
