@@ -60,8 +60,10 @@ def nothing_left_behind() -> Iterator[None]:
     children = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
     _, alive = psutil.wait_procs(children, timeout=3)
     assert not alive, f"left behind: {alive}"
-    left = {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "torch_", "mpb"))} - before
-    assert not left, f"left behind in /dev/shm: {sorted(left)}"
+    left, deadline = set(os.listdir("/dev/shm")) - before, time.monotonic() + 3
+    while left := left & set(os.listdir("/dev/shm")):  # those of a run beside this one come and go
+        assert time.monotonic() < deadline, f"left behind in /dev/shm: {sorted(left)}"
+        time.sleep(0.05)
 
 
 def busy_ns() -> int:
