@@ -29,7 +29,7 @@ from transport import CPUS, Read, Shape, Transport, cpu_ns, running, settle, sta
 import mprollout as mp
 
 SMOKE = bool(os.environ.get("BENCH_SMOKE"))
-ROUNDS = 1 if SMOKE else 7
+ROUNDS = 1 if SMOKE else 9
 ROUND_S = 0.004 if SMOKE else 0.1  # wall time of one round of one side
 KIB = 1024
 SIZES = [64 * KIB] if SMOKE else [4 * KIB, 64 * KIB, 512 * KIB, 4096 * KIB]

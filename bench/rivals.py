@@ -7,6 +7,7 @@ it takes the next; nothing is sent by reference except by `InProcess`, which say
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import queue
 import select
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from transport import FIELDS, FORK, Group, Read, Shape, Transport, layout, payload, split
+from transport import FIELDS, FORK, POOL, Group, Read, Shape, Transport, layout, payload, split
 
 from mprollout import _native
 
@@ -438,19 +439,18 @@ class Ray(Transport):
         os.environ["RAY_AUTH_MODE"] = "disabled"
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-        ray.init(num_cpus=2, object_store_memory=512 << 20, **quiet)
-        size = self.shape.size
+        self.folder = tempfile.TemporaryDirectory(prefix="mpb-")  # its sessions stay where they were
+        ray.init(num_cpus=2, object_store_memory=512 << 20, _temp_dir=self.folder.name, **quiet)
 
         class Maker:
-            def __init__(self, groups: list[list[np.ndarray]]) -> None:
-                self.groups = groups
+            def __init__(self, group: list[np.ndarray]) -> None:
+                self.rest = group[1:]
 
             def make(self, first: int, count: int) -> list[Any]:
-                rest = self.groups[0][1:]
-                metas = [np.array([(first + i) % 4096, 0, 0, 0], "<i8") for i in range(count)]
-                return [ray.put(dict(zip(NAMES, [meta, *rest], strict=True))) for meta in metas]
+                metas = [np.array([i % POOL, 0, 0, 0], "<i8") for i in range(first, first + count)]
+                return [ray.put(dict(zip(NAMES, [meta, *self.rest], strict=True))) for meta in metas]
 
-        self.actor = ray.remote(Maker).remote([payload(size)])
+        self.actor = ray.remote(Maker).remote(payload(self.shape.size))
         ray.get(ray.get(self.actor.make.remote(0, 1)))
         self._pids = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
 
@@ -465,19 +465,19 @@ class Ray(Transport):
         import ray
 
         step, total = self.shape.step, 0
-        ahead: list[Any] = []
-        for first in [*range(0, count, step), None, None]:
-            if first is not None:
-                ahead.append(self.actor.make.remote(first, min(step, count - first)))
-            if len(ahead) > 2 or first is None:
-                for ref in ray.get(ahead.pop(0)) if ahead else ():
-                    total += read(ray.get(ref).values())
+        steps = iter([(first, min(step, count - first)) for first in range(0, count, step)])
+        ahead = [self.actor.make.remote(*order) for order in itertools.islice(steps, 2)]
+        while ahead:
+            refs = ray.get(ahead.pop(0))
+            ahead += [self.actor.make.remote(*order) for order in itertools.islice(steps, 1)]
+            total += sum(read(ray.get(ref).values()) for ref in refs)
         return total
 
     def release(self) -> None:
         import ray
 
         ray.shutdown()
+        self.folder.cleanup()
 
 
 RIVALS: tuple[type[Transport], ...] = (
