@@ -96,9 +96,18 @@ model: ## Check the ring's spin model, and that each mutation of it fails (2 min
 	@python3 native/model/check.py $(ARGS)
 
 .PHONY: bench
-bench: setup ## Benchmarks (pytest-benchmark) in bench/, results also in build/bench.json
+bench: setup $(STAMPS)/bench ## The ring beside its rivals (8 minutes, an idle machine): ratios, build/bench.json, build/bench.png
 	@mkdir -p build
-	$(PY) -m pytest bench --benchmark-only --benchmark-json=build/bench.json --timeout=1800 $(ARGS)
+	@failed=0; \
+	$(PY) -m pytest bench -q --benchmark-quiet --benchmark-json=build/bench.json $(ARGS) || failed=1; \
+	$(PY) bench/report.py build/bench.json build/bench.png || failed=1; \
+	exit $$failed
+
+# A rival that cannot be installed is skipped, with its reason in the table.
+$(STAMPS)/bench: $(STAMPS)/requirements requirements/bench.txt
+	@echo "make: installing the rivals of the ring"
+	@$(PIP) --constraint requirements/cpu.txt --constraint requirements/dev.txt --requirement requirements/bench.txt \
+	    && touch $@ || echo "make: not all of requirements/bench.txt could be installed"
 
 .PHONY: clean
 clean: ## Remove what was built and cached; the .venv stays
