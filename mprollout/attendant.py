@@ -58,8 +58,8 @@ class Attendant:
         self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
         self.segment = keeper.segment
         self.lock = threading.Lock()
-        self.news = threading.Condition()
         self.states: dict[int, messages.WorkerState] = {}
+        """By worker; a new dict with every change, so that whoever iterates over one is not disturbed."""
         self.notes: collections.OrderedDict[int, messages.Note] = collections.OrderedDict()
         """The last failures, by ticket."""
         self.fault: EngineFault | None = None
@@ -72,14 +72,14 @@ class Attendant:
         self._published_before = 0
         self._admitter = _native.Admitter(self.segment)
         self._stopping = False
+        self._waiters: list[threading.Lock] = []
         self._thread = threading.Thread(target=self._run, name="mprollout-attendant", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread. Called before the keeper is closed, since the thread listens on its descriptors."""
         self._stopping = True
-        with self.news:
-            self.news.notify_all()
+        self._tell_news()
         self.segment.wake_taker()
         self.ring()
         self._thread.join()
@@ -95,18 +95,30 @@ class Attendant:
 
     def wait_news(self, true: Callable[[], Any], give_up: Callable[[], None]) -> None:
         """Block until `true()`; raises the permanent fault, and whatever `give_up` raises. Ctrl-C gets through."""
-        with self.news:
+        # A lock of this wait alone: a signal that raises inside a Condition's methods (they are Python) can leave its lock held for ever.
+        told = threading.Lock()
+        told.acquire()
+        self._waiters.append(told)
+        try:
             while not true():
                 if self._stopping:
                     raise EngineClosed("the engine was closed by another thread")
                 self.raise_fault()
                 give_up()
-                self.news.wait(SAFETY_LOOK_S)
+                told.acquire(timeout=SAFETY_LOOK_S)
+        finally:
+            self._waiters.remove(told)
+
+    def _tell_news(self) -> None:
+        for told in tuple(self._waiters):
+            with contextlib.suppress(RuntimeError):  # told already
+                told.release()
 
     def send(self, message: messages.Message, fds: list[int] | None = None) -> None:
-        """Send to the keeper; its death is reported as a fault, not here."""
-        with contextlib.suppress(OSError):
-            self.keeper.channel.send(message, fds)
+        """Send to the keeper, from the attendant's thread: no signal interrupts it, so once or not at all. A death is a fault, not reported here."""
+        self.keeper.channel.post(message, fds)
+        if not self._stopping:
+            self.ring()
 
     def unadmitted(self) -> int | None:
         """Tickets that the source still has to give; None: endless."""
@@ -228,8 +240,7 @@ class Attendant:
     def _set_fault(self, fault: EngineFault) -> None:
         if self.fault is None or isinstance(fault, KeeperLost):
             self.fault = fault
-        with self.news:
-            self.news.notify_all()
+        self._tell_news()
         self.segment.wake_taker()
 
     # -- the keeper's messages -----------------------------------------------------------------------------------
@@ -245,16 +256,15 @@ class Attendant:
             if received is None:
                 return
             message, fds = received
-            with self.news:
-                self._on_message(message, fds)
-                self.news.notify_all()
+            self._on_message(message, fds)
+            self._tell_news()
             for fd in fds:
                 os.close(fd)
 
     def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
             case messages.WorkerState():
-                self.states[message.worker] = message
+                self.states = {**self.states, message.worker: message}
                 self._judge(message)
             case messages.UpdateDone():
                 self.update_done = message

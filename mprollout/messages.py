@@ -332,9 +332,12 @@ class Channel:
         Raises:
             OSError: the peer is gone (the process watch reports it too; callers may ignore it).
         """
-        with self._lock:
-            self._outbox.append((self._encoder.encode(message), [os.dup(fd) for fd in fds or []]))
+        self.post(message, fds)
         self.flush()
+
+    def post(self, message: Message, fds: list[int] | None = None) -> None:
+        """Keep for `flush`. A signal that raises in here leaves the message posted once, or not at all; one in `flush` could send it twice."""
+        self._outbox.append((self._encoder.encode(message), [os.dup(fd) for fd in fds or []]))
 
     def flush(self) -> None:
         """Send what the kernel takes now."""
@@ -375,10 +378,9 @@ class Channel:
         return self._decoder.decode(data), fds
 
     def _drop_outbox(self) -> None:
-        for _, fds in self._outbox:
-            for fd in fds:
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
                 os.close(fd)
-        self._outbox.clear()
 
     def close(self) -> None:
         with self._lock:
