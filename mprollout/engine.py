@@ -295,6 +295,8 @@ class RolloutEngine:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with attendant.lock:
             consumer.deliver([group.lease for group in self._parked])  # idempotent
+            self._gate.taken = self._ledger.taken - self._taken_before
+            booked = sum(self._ledger.is_resolved(group.ticket) for group in self._parked)  # neither live nor to come
         while (missing := n - len(self._parked)) > 0:
             seen = consumer.news()
             with attendant.lock:
@@ -303,7 +305,7 @@ class RolloutEngine:
                     self._deliver(leases, consumer)
                     return
                 attendant.raise_fault()
-                self._check_meetable(n, attendant)
+                self._check_meetable(n, booked, attendant)
             self._check_room(missing, attendant, consumer)
             left = min(SAFETY_LOOK_S, deadline - time.monotonic())
             if left <= 0:
@@ -365,10 +367,9 @@ class RolloutEngine:
         self._batches.add(batch)
         return batch
 
-    def _check_meetable(self, n: int, attendant: Attendant) -> None:
+    def _check_meetable(self, n: int, booked: int, attendant: Attendant) -> None:
         unadmitted = attendant.unadmitted()
-        if unadmitted is not None and self._gate.live + unadmitted < n:
-            available = self._gate.live + unadmitted
+        if unadmitted is not None and (available := booked + self._gate.live + unadmitted) < n:
             failures = {outcome: count for outcome, count in self._ledger.counts.items() if outcome != "taken"}
             note = next(reversed(attendant.notes.values()), None) if failures else None
             raise DataExhausted(
@@ -377,7 +378,7 @@ class RolloutEngine:
                 + (f"; the last failure: {note.error}" if note else ""),
                 available=available,
             )
-        self._gate.check_get(n, unadmitted)
+        self._gate.check_get(n - booked, unadmitted)
 
     def _check_room(self, n: int, attendant: Attendant, consumer: _native.Consumer) -> None:
         """Every ready worker lacks room and runs nothing: only a release can help, and this thread is the one that would release."""
