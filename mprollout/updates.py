@@ -88,7 +88,7 @@ class Updates:
 
         def check_time() -> None:
             if time.monotonic() > deadline:
-                give_up(f"not applied by all workers within {limit_s:.0f} s")
+                give_up(f"not applied by all workers within {limit_s:g} s")
 
         try:
             self._unanswered = version
