@@ -51,13 +51,15 @@ def config(rows: int = 40, **changes: Any) -> mp.EngineConfig:
     return mp.EngineConfig(**(parts | changes))
 
 
-def drain(engine: mp.RolloutEngine, n: int = 4) -> list[int]:
-    """Take everything until the data ends; the tickets in the order taken."""
+def drain(engine: mp.RolloutEngine, n: int = 4, lags: list[int] | None = None) -> list[int]:
+    """Take everything until the data ends; the tickets in the order taken. Appends each group's lag to `lags`."""
     tickets: list[int] = []
     while True:
         try:
             with engine.get(n, timeout=20) as batch:
                 tickets += batch.tickets
+                if lags is not None:
+                    lags += [group.lag for group in batch]
         except mp.DataExhausted as error:
             if error.available == 0:
                 return tickets
