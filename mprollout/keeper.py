@@ -392,11 +392,6 @@ class Keeper:
         with contextlib.suppress(OSError):
             worker.channel.send(message, fds)
 
-    def _deaths(self, recovered: _native.Recovered) -> int:
-        """Deaths of the tickets that a dead worker held, all together."""
-        held = {*recovered.reissued, *recovered.failed}
-        return sum(row[3] for row in self.segment.table() if row[0] in held)
-
     def kill(self, worker: Worker, reason: str, innocent_tickets: bool = False) -> None:
         """End a worker's process group; the pidfd reports the death."""
         worker.kill_reason, worker.innocent_tickets = reason, innocent_tickets
@@ -407,6 +402,7 @@ class Keeper:
         self._on_worker(worker)  # its last words
         exit_code = self._bury(worker)
         max_deaths = self.record.fault.max_deaths_per_ticket
+        deaths = {row[0]: row[3] for row in self.segment.table()}  # before: what ends FAILED may be swept at once
         recovered = _native.recover(
             self.segment, worker.index, max_deaths, Reason.DEATHS, count_death=not worker.innocent_tickets
         )
@@ -422,9 +418,8 @@ class Keeper:
         published = words[WorkerWord.GROUPS_PUBLISHED]
         if published != worker.published:
             worker.published, worker.restarts_in_a_row = published, 0
-        suspect_alone = (
-            len(recovered.reissued) + len(recovered.failed) == 1 and self._deaths(recovered) > SUSPECT_DEATHS
-        )
+        held = [*recovered.reissued, *recovered.failed]
+        suspect_alone = len(held) == 1 and deaths.get(held[0], 0) >= SUSPECT_DEATHS
         if permanent or (worker.restarts_in_a_row >= self.record.workers.max_restarts and not suspect_alone):
             worker.state = "lost"
         else:
