@@ -241,7 +241,10 @@ class RewardPool:
             try:
                 async with asyncio.timeout(self._config.timeout_s) as deadline:
                     value = await function(samples if per == "group" else samples[0])
-            except Exception as error:
+            except BaseException as error:  # SystemExit too, which would end the loop, and a CancelledError of its own
+                task = asyncio.current_task()
+                if isinstance(error, GeneratorExit) or (task is not None and task.cancelling()):
+                    raise
                 if deadline.expired():
                     limit = f"exceeded timeout_s={self._config.timeout_s}"
                     raise RewardTimeout(f"{where(samples)}: the reward function {limit}") from error

@@ -159,16 +159,12 @@ class Sampler:
                         ) from None
                     if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                         raise
-                    raise SampleFailed(
-                        f"sample {name}: the rollout or reward function raised CancelledError"
-                    ) from error
+                    raise SampleFailed(f"sample {name}: the rollout function raised CancelledError") from error
                 except (
                     SystemExit,
                     KeyboardInterrupt,
                 ) as error:  # would end the event loop, and every neighbour with it
-                    raise SampleFailed(
-                        f"sample {name}: the rollout or reward function raised {type(error).__name__}"
-                    ) from error
+                    raise SampleFailed(f"sample {name}: the rollout function raised {type(error).__name__}") from error
         finally:
             place.release()
             self._count_running()
