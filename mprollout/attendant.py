@@ -183,14 +183,14 @@ class Attendant:
             if not self._admitter.admit(ticket, data):
                 return False
         except _native.GroupTooLarge as error:
-            row = self.source.row(ticket)[0]
+            text = f"row {self.source.row(ticket)[0]}: {error} (RingConfig.max_prompt_bytes)"
             if self._over_long == "refuse":
-                raise SourceError(f"row {row}: {error} (RingConfig.max_prompt_bytes)") from error
-            log.warning("row %d is over-long: %s (RingConfig.max_prompt_bytes)", row, error)
+                raise SourceError(text) from error
+            log.warning("over-long, filtered: %s", text)
             self.ledger.resolve(self.ledger.next_ticket(), f"filtered:{Reason.OVER_LONG.name.lower()}")
             self.gate.admitted += 1
             self.gate.ended += 1
-            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), "filtered")
+            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), "filtered", text)
             return True
         self.ledger.next_ticket()
         self.gate.admitted += 1
@@ -198,7 +198,9 @@ class Attendant:
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _count_ending(self, ticket: int, reason: str, kind: Literal["failed", "filtered", "rejected"]) -> None:
+    def _count_ending(
+        self, ticket: int, reason: str, kind: Literal["failed", "filtered", "rejected"], error: str = ""
+    ) -> None:
         """So many endings of a kind in a row, and nothing published between them, are no prompt's own fault."""
         published = sum(
             self.segment.worker_words(index)[WorkerWord.GROUPS_PUBLISHED] for index in range(self.segment.workers)
@@ -208,7 +210,7 @@ class Attendant:
             self._published_before = published
         self._in_a_row[kind] += 1
         count, note = self._in_a_row[kind], self.notes.get(ticket)
-        last = note.error if note else reason
+        last = note.error if note else error or reason
         if kind == "failed" and count >= self._faults.max_consecutive_failures:
             fault = RewardFault if reason == "reward" else PromptsFailing
             text = f"{count} prompts in a row ended FAILED and nothing was published between them; the last: {last}"
