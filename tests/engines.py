@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import psutil
 
 import mprollout as mp
+from mprollout.rollout import Session
+from mprollout.source import Prompt
 
 
 def length(sample: mp.RewardInput) -> float:
@@ -36,6 +40,30 @@ def one_reward_too_many(samples: list[mp.RewardInput]) -> list[float]:
 
 def rank(samples: list[mp.RewardInput]) -> list[float]:
     return [float(sample.index) for sample in samples]
+
+
+async def async_index(sample: mp.RewardInput) -> float:
+    return float(sample.index)
+
+
+outage_calls = 0
+
+
+async def down_twice(sample: mp.RewardInput) -> float:
+    """Raises in its calls 1 to 15 and 41 to 55 in this process."""
+    global outage_calls
+    outage_calls += 1
+    if (outage_calls - 1) % 40 < 15 and outage_calls < 60:
+        raise ConnectionError(f"the judge is down in call {outage_calls}")
+    return 1.0
+
+
+async def poisonous_row_0(session: Session, prompt: Prompt) -> None:
+    """Ends its worker, a moment after it started, for row 0."""
+    if prompt.row == 0:
+        await asyncio.sleep(0.05)
+        os._exit(13)
+    await session.generate()
 
 
 def config(rows: int = 40, **changes: Any) -> mp.EngineConfig:
