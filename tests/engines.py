@@ -66,6 +66,19 @@ async def poisonous_row_0(session: Session, prompt: Prompt) -> None:
     await session.generate()
 
 
+def judge_group(samples: list[mp.RewardInput]) -> list[float]:
+    """The index of each sample in its group; no verdict for rows that say so."""
+    if samples[0].prompt.fields.get("judge") == "absent":
+        raise LookupError("there is no judge for this row")
+    return rank(samples)
+
+
+async def echo(session: Session, prompt: Prompt) -> None:
+    """Samples, then repeats the prompt as the engine rendered it."""
+    await session.generate()
+    session.append(session.prompt_ids)
+
+
 def config(rows: int = 40, **changes: Any) -> mp.EngineConfig:
     """Two fast simulated workers, groups of 4; `changes` replace whole parts."""
     parts: dict[str, Any] = {
