@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,12 @@ async def poisonous_row_0(session: Session, prompt: Prompt) -> None:
         await asyncio.sleep(0.05)
         os._exit(13)
     await session.generate()
+
+
+def with_a_process(sample: mp.RewardInput) -> float:
+    """Leaves a process of its own running, as a sandbox or a compiler may be."""
+    subprocess.Popen(["sleep", "60"])
+    return 1.0
 
 
 def judge_group(samples: list[mp.RewardInput]) -> list[float]:

@@ -47,13 +47,17 @@ def test_an_evaluation_has_its_own_rows_settings_and_failures():
         assert [question in texts[1] for question, texts in zip(asked, result.texts, strict=True)] == [True] * 3
 
         # what fails is an error here that names its row, and no fault of training
-        with pytest.raises(mp.EngineFault, match=r"row 1: the prompt has 9\d\d tokens, at most 996 fit beside max_new_tokens=4"):
+        with pytest.raises(
+            mp.EngineFault, match=r"row 1: the prompt has 9\d\d tokens, at most 996 fit beside max_new_tokens=4"
+        ):
             engine.evaluate([{"prompt": "short"}, {"prompt": "x" * 975}, {"prompt": "x" * 2000}], SHORT, timeout=20)
         for _ in range(2 * engine.config.fault.max_consecutive_failures):
             with pytest.raises(mp.EngineFault, match="there is no judge for this row") as caught:
                 engine.evaluate([{"prompt": "one", "judge": "absent"}], SHORT, timeout=20)
         assert caught.value.worker == 0 and "engines.py" in caught.value.worker_traceback
-        with pytest.raises(mp.ConfigError, match=r"evaluate\(sampling\): expected a SamplingConfig; got \{'group_size'"):
+        with pytest.raises(
+            mp.ConfigError, match=r"evaluate\(sampling\): expected a SamplingConfig; got \{'group_size'"
+        ):
             engine.evaluate([{"prompt": "one"}], {"group_size": 2})  # type: ignore[arg-type]
         assert sorted(drain(engine)) == list(range(12)) and engine.stats().outcomes == {"taken": 12}
 
@@ -88,7 +92,9 @@ def test_an_evaluation_waits_for_a_worker_and_ends_with_the_keeper():
     with played() as on:
         on.keeper.tell(messages.WorkerState(worker=0, pid=1, state="restarting"))
         until(lambda: on.engine.stats().workers[0].state == "restarting", "the worker's state is known")
-        with pytest.raises(mp.GetTimeout, match="evaluate: 0 samples of 1 rows came within 0.05 s; worker 0 .* restarting"):
+        with pytest.raises(
+            mp.GetTimeout, match=r"evaluate: 0 samples of 1 rows came within 0.05 s; worker 0 .* restarting"
+        ):
             on.engine.evaluate([{"prompt": "one"}], timeout=0.05)
         on.keeper.far.socket.shutdown(2)
         for _ in range(2):
