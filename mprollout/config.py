@@ -27,9 +27,11 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 msgspec.structs.force_setattr(self, field.name, os.fspath(value))
             elif field.type is not Any:
                 try:
-                    msgspec.convert(value, field.type)
+                    converted = msgspec.convert(value, field.type)
                 except msgspec.ValidationError as error:
                     raise ConfigError(f"{type(self).__name__}.{field.name}: {error}; got {value!r:.200}") from None
+                if isinstance(converted, _Config):  # a mapping, as in TOML, is made the part that it describes
+                    msgspec.structs.force_setattr(self, field.name, converted)
         self._check()
 
     def _check(self) -> None:
