@@ -54,6 +54,8 @@ class PlayedKeeper:
     def end_orphans(self) -> None: ...
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.channel.send(messages.Stop())
         for channel in (self.channel, self.far):
             channel.close()
         for fd in (self.pidfd, self.bell, *self.worker_bells):

@@ -109,6 +109,8 @@ def test_a_storm_of_interrupts_while_workers_publish_neither_loses_nor_repeats()
                     interrupts += 1
                     assert resolved(engine) == sorted(taken)
                     continue
+                finally:
+                    armed[0] = False
                 taken += batch.tickets
                 batch.release()
             assert sorted(taken) == list(range(300)) and interrupts > 20

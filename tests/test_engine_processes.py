@@ -50,6 +50,7 @@ def test_a_forked_child_has_no_engine_and_the_parent_keeps_its_own():
         os.close(reads)
         os.close(writes)
         assert said == "the engine belongs to the process that made it; a forked child has none"
+        assert on.keeper.far.receive() is None  # nobody said Stop
         assert on.engine.get(2, timeout=10).tickets == [0, 1]
         assert on.engine.audit()["taken"] == 2
 
