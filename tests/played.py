@@ -18,7 +18,7 @@ from engines import config, until
 import mprollout as mp
 from mprollout import _native, messages
 from mprollout.generator import VersionSpan
-from mprollout.ring import RolledSample, encode_group, segment_arguments
+from mprollout.ring import RolledSample, WorkerWord, encode_group, segment_arguments
 
 PACKAGE = str(Path(mp.__file__).parent)
 
@@ -94,6 +94,7 @@ class Played:
                 versions=[VersionSpan(version, 0, 1)],
             )
             assert self.producer.publish(claim, encode_group([claim.ticket, 0, 0, 0], [5], [sample], [1.0]))
+            self.keeper.segment.worker_words(0)[WorkerWord.GROUPS_PUBLISHED] += 1
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from played import played
 
 import mprollout as mp
 from mprollout.keeper import worker_environment
-from mprollout.worker_process import load_rollout
+from mprollout.rollout import load_rollout
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,15 @@ def plain_rollout(session: object, prompt: object) -> None: ...
 
 def test_a_rollout_is_an_async_function():
     assert load_rollout(some_rollout) is load_rollout(f"{__name__}:some_rollout") is some_rollout
-    for rollout in (plain_rollout, f"{__name__}:plain_rollout", 7):
-        with pytest.raises(
-            mp.ConfigError, match=r"EngineConfig\.rollout: expected `async def rollout\(session, prompt\)`, got "
-        ):
-            load_rollout(rollout)
-    for rollout in ("no_such_module:rollout", f"{__name__}:no_such_name", f"{__name__}", ""):
-        with pytest.raises(mp.ConfigError, match=r"EngineConfig\.rollout: expected 'module:function', got "):
-            load_rollout(rollout)
+    message = r"EngineConfig\.rollout: expected `async def rollout\(session, prompt\)`, got "
+    with pytest.raises(mp.ConfigError, match=message):
+        mp.RolloutEngine(config(rollout=plain_rollout))
+    with pytest.raises(mp.ConfigError, match=message):  # its module is imported by the workers alone
+        load_rollout(f"{__name__}:plain_rollout")
+    for rollout in ("no_such_module:rollout", __name__, "", 7):
+        with pytest.raises(mp.ConfigError, match=r"EngineConfig\.rollout.*; got "):
+            mp.RolloutEngine(config(rollout=rollout))
+    with pytest.raises(
+        mp.ConfigError, match=r"EngineConfig\.rollout=.*has no 'some_rolout' \(did you mean some_rollout"
+    ):
+        load_rollout(f"{__name__}:some_rolout")
