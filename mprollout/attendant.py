@@ -210,6 +210,8 @@ class Attendant:
             self._published_before = published
         self._in_a_row[kind] += 1
         count, note = self._in_a_row[kind], self.notes.get(ticket)
+        if note is None and not error:  # its own note comes by way of the keeper and may be later than its end
+            note = next((other for other in reversed(self.notes.values()) if other.reason == reason), None)
         last = note.error if note else error or reason
         if kind == "failed" and count >= self._faults.max_consecutive_failures:
             fault = RewardFault if reason == "reward" else PromptsFailing
