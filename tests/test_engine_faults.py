@@ -12,7 +12,8 @@ from engines import config, drain, until
 from played import played
 
 import mprollout as mp
-from mprollout import messages
+from mprollout import _native, messages
+from mprollout.ledger import Reason
 from mprollout.sampler import Sampler
 from mprollout.simulated import SimulatedGenerator
 from mprollout.source import Prompt
@@ -49,7 +50,9 @@ def test_two_short_outages_of_a_reward_cost_their_prompts_and_are_no_fault():
     with mp.RolloutEngine(config(rows=40, **changes)) as engine:
         assert drain(engine, 1) == [*range(5, 30), *range(35, 40)]
         assert engine.stats().outcomes == {"taken": 30, "failed:reward": 10}
-        assert "the judge is down in call 55" in engine._attendant.notes[34].error
+        until(
+            lambda: "the judge is down in call 55" in engine._attendant.notes[34].error, "the note of the last failure"
+        )
 
 
 LONG = "x" * 1000
@@ -102,6 +105,20 @@ def test_a_fault_is_raised_before_what_the_settings_forbid():
         for call in (lambda: on.engine.get(7), lambda: on.engine.evaluate([]), lambda: on.engine.update_weights({})):
             with pytest.raises(mp.EngineFault, match="row 3 is too long"):
                 call()
+
+
+def test_a_fault_of_many_failures_carries_a_traceback_although_the_last_note_is_late():
+    """slime#2399: a note comes by way of the keeper, and its ticket's end by itself."""
+    with played(fault=mp.FaultConfig(max_consecutive_failures=3)) as on:
+        note = {"worker": 0, "attempt": 0, "traceback": "the traceback", "final": True}
+        on.keeper.tell(messages.Note(ticket=0, reason="reward", error="RewardRaised: no judge", **note))
+        on.keeper.tell(messages.Note(ticket=9, reason="abort", error="aborted", **note))
+        until(lambda: len(on.engine._attendant.notes) == 2, "the notes are known")
+        for _ in range(3):
+            on.producer.end(on.claim(), _native.FAILED, Reason.REWARD)
+        with pytest.raises(mp.RewardFault, match=r"3 prompts in a row .* the last: RewardRaised: no judge") as caught:
+            on.engine.get(1, timeout=10)
+        assert caught.value.worker_traceback == "the traceback"
 
 
 def test_groups_in_hand_are_delivered_although_a_fault_is_known():
