@@ -95,7 +95,8 @@ class Attendant:
 
     def wait_news(self, true: Callable[[], Any], give_up: Callable[[], None]) -> None:
         """Block until `true()`; raises the permanent fault, and whatever `give_up` raises. Ctrl-C gets through."""
-        # A lock of this wait alone: a signal that raises inside a Condition's methods (they are Python) can leave its lock held for ever.
+        # A lock of this wait alone: a signal that raises inside a Condition's methods, which are Python, can leave its
+        # lock held for ever.
         told = threading.Lock()
         told.acquire()
         self._waiters.append(told)
@@ -115,7 +116,7 @@ class Attendant:
                 told.release()
 
     def send(self, message: messages.Message, fds: list[int] | None = None) -> None:
-        """Send to the keeper, from the attendant's thread: no signal interrupts it, so once or not at all. A death is a fault, not reported here."""
+        """Have the attendant's thread send to the keeper: no signal interrupts it there. A death is reported as a fault."""
         self.keeper.channel.post(message, fds)
         if not self._stopping:
             self.ring()

@@ -336,7 +336,7 @@ class Channel:
         self.flush()
 
     def post(self, message: Message, fds: list[int] | None = None) -> None:
-        """Keep for `flush`. A signal that raises in here leaves the message posted once, or not at all; one in `flush` could send it twice."""
+        """Keep for `flush`. A signal that raises here leaves it posted or not; in `flush` it could send it twice."""
         self._outbox.append((self._encoder.encode(message), [os.dup(fd) for fd in fds or []]))
 
     def flush(self) -> None:

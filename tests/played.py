@@ -1,4 +1,4 @@
-"""An engine whose keeper and worker are played by the test: every message and every group comes when the test says so, and no process starts."""
+"""An engine whose keeper and worker are played by the test: messages and groups come when it says so."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from engines import config, until
 import mprollout as mp
 from mprollout import _native, messages
 from mprollout.generator import VersionSpan
+from mprollout.keeper_process import KeeperProcess
 from mprollout.ring import RolledSample, WorkerWord, encode_group, segment_arguments
 
 PACKAGE = str(Path(mp.__file__).parent)
 
 
-class PlayedKeeper:
-    """Stands where the engine has its `KeeperProcess`; `far` is the keeper's end of the channel."""
+class PlayedKeeper(KeeperProcess):
+    """`far` is the keeper's end of the channel; its process is this one, which nobody ends."""
 
     def __init__(self, settings: mp.EngineConfig, plan: Any) -> None:
+        channel, theirs = messages.Channel.pair()
+        super().__init__(channel, os.getpid(), None)
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         self.segment = _native.Segment.create(**segment_arguments(plan))
         self.bell, self.worker_bells = os.eventfd(0, flags), [os.eventfd(0, flags) for _ in settings.workers.devices]
-        self.channel, theirs = messages.Channel.pair()
+        self.booted = messages.Booted(temp_dir="")
         self.far = messages.Channel(theirs)
-        self.process = types.SimpleNamespace(returncode=-9)
-        self.pid, self.pidfd = os.getpid(), os.pidfd_open(os.getpid())
         for worker in range(len(self.worker_bells)):
             self.tell(messages.WorkerState(worker=worker, pid=self.pid, state="ready"))
 
@@ -51,16 +52,19 @@ class PlayedKeeper:
         assert isinstance(received[0], kind), received[0]
         return received[0]
 
+    @property
+    def exit_code(self) -> int | None:
+        return -9
+
     def end_orphans(self) -> None: ...
 
-    def close(self) -> None:
+    def stop(self) -> None:
         with contextlib.suppress(OSError):
             self.channel.send(messages.Stop())
-        for channel in (self.channel, self.far):
-            channel.close()
-        for fd in (self.pidfd, self.bell, *self.worker_bells):
-            os.close(fd)
-        self.segment.close()
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.far.close()
 
 
 class Played:
@@ -113,7 +117,7 @@ def played(**changes: Any) -> Iterator[Played]:
     }
     engine = mp.RolloutEngine(config(**(parts | changes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mprollout.engine.KeeperProcess", make)
+        patch.setattr(KeeperProcess, "start", make)
         engine.start(progress=False)
     try:
         yield Played(engine, keepers[0])
@@ -122,10 +126,11 @@ def played(**changes: Any) -> Iterator[Played]:
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the k-th line that this thread runs of mprollout's code, or of what it calls in `threading`.
+    """Raises KeyboardInterrupt at the k-th line that this thread runs of mprollout's code or `threading`'s.
 
-    CPython runs signal handlers after calls, at jumps backward and at the start of functions. So it cannot raise between a block's last
-    call and the release of a lock written in C (traced as the `with` line), nor between the `del` that ends `get` and its return.
+    CPython runs signal handlers after calls, at jumps backward and at the start of functions. So none can raise between
+    a block's last call and the release of a lock written in C (traced as the `with` line), nor between the `del` that
+    ends `get` and its return.
     """
 
     def __init__(self, spare: tuple[str, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a bad prompt, a bad reward or a bad moment costs: its own sample or ticket, and a fault of the engine only where none other is left."""
+"""What a bad prompt, a bad reward or a bad moment costs: its own sample or ticket, at worst a fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_poison_prompt_takes_no_other_with_it_and_costs_no_restart():
-    """Its worker dies with it and its neighbours twice; then it runs alone, dies a third time and is given up, as nobody else is."""
+    """Its worker dies with it and its neighbours twice; then it runs alone, dies again, and it alone is given up."""
     changes = {
         "rollout": engines.poisonous_row_0,
         "reward": mp.RewardConfig("exact"),
@@ -39,7 +39,7 @@ def test_a_poison_prompt_takes_no_other_with_it_and_costs_no_restart():
 
 
 def test_two_short_outages_of_a_reward_cost_their_prompts_and_are_no_fault():
-    """Five prompts in a row fail, twice: together more than max_consecutive_failures, but something was taken between them."""
+    """Five prompts in a row fail, twice: together more than max_consecutive_failures, but groups came between them."""
     changes = {
         "reward": mp.RewardConfig(engines.down_twice),
         "sampling": mp.SamplingConfig(group_size=1),
@@ -149,7 +149,8 @@ async def judge_group(samples: list[mp.RewardInput], what: str) -> list[float]:
 
 async def run_group(reward: mp.RewardConfig, rollout: Any, on_sample_failure: str) -> tuple[list[float], list[str]]:
     """The rewards of a group of four, and what was told of the samples that it goes without."""
-    settings = config(reward=reward, fault=mp.FaultConfig(on_sample_failure=on_sample_failure))  # type: ignore[arg-type]
+    fault = mp.FaultConfig(on_sample_failure=on_sample_failure)  # type: ignore[arg-type]
+    settings = config(reward=reward, fault=fault)
     generator = SimulatedGenerator(mp.SimulatedConfig(mean_tokens=4))
     await generator.start()
     sampler = Sampler(settings, generator, rollout, memoryview(array.array("q", [0] * 64)))

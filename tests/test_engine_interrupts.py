@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a `get`: nothing is lost, nothing comes twice, and a checkpoint made then holds what the trainer has."""
+"""Ctrl-C at any moment of a `get`: nothing is lost, nothing comes twice; a checkpoint holds what the trainer has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes and threads around an engine: a fork, a close beside a call, a script that workers import, a keeper killed over its orphans."""
+"""Processes and threads around an engine: forks, a close beside calls, scripts as modules, a keeper's orphans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_forked_child_has_no_engine_and_the_parent_keeps_its_own():
-    """cpython#82300, LMCache#4917: closing in the child, and leaving a `with`, do nothing; everything else says whose it is."""
+    """cpython#82300, LMCache#4917: closing does nothing in the child; everything else says whose the engine is."""
     with played() as on:
         on.publish(2)
         reads, writes = os.pipe()

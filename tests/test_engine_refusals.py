@@ -1,4 +1,4 @@
-"""What is refused before anything starts, each time with the name of the setting or argument, what was expected, and what came."""
+"""What is refused before anything starts: with the setting's or argument's name, what was expected, what came."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WEIGHTS = {"w": torch.zeros(2)}
 
 
 def test_a_late_an_interrupted_and_two_simultaneous_updates():
-    """slime#2279: what was given up has no effect: its workers go back, the version stays, its number is gone, and no lag is negative."""
+    """slime#2279: an update given up has no effect: workers go back, its number is gone, no lag is negative."""
     changes = {"generator": mp.SimulatedConfig(mean_tokens=12, tokens_per_s=200), "reward": mp.RewardConfig("exact")}
     with mp.RolloutEngine(config(rows=100, **changes)) as engine:
 
