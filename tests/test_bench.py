@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.timeout(180)
 def test_benches_run_in_small_and_the_report_prints_every_goal(tmp_path: Path) -> None:
     run, png = tmp_path / "bench.json", tmp_path / "bench.png"
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # xdist's would be seen
+    ours = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }  # xdist's would be seen
     environment = {**ours, "BENCH_SMOKE": "1"}
     command = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-quiet", f"--benchmark-json={run}"]
     bench = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
