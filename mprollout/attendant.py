@@ -116,10 +116,9 @@ class Attendant:
                 told.release()
 
     def send(self, message: messages.Message, fds: list[int] | None = None) -> None:
-        """Have the attendant's thread send to the keeper: no signal interrupts it there. A death is reported as a fault."""
-        self.keeper.channel.post(message, fds)
-        if not self._stopping:
-            self.ring()
+        """Send to the keeper; its death is reported as a fault, not here."""
+        with contextlib.suppress(OSError):
+            self.keeper.channel.send(message, fds)
 
     def unadmitted(self) -> int | None:
         """Tickets that the source still has to give; None: endless."""

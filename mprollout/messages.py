@@ -329,29 +329,29 @@ class Channel:
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Send, or keep for `flush`. Descriptors are duplicated into the outbox, so the caller may close its own.
 
+        Where a signal raises in here (Ctrl-C), the message was sent once or not at all.
+
         Raises:
             OSError: the peer is gone (the process watch reports it too; callers may ignore it).
         """
-        self.post(message, fds)
+        with self._lock:
+            self._outbox.append((self._encoder.encode(message), [os.dup(fd) for fd in fds or []]))
         self.flush()
-
-    def post(self, message: Message, fds: list[int] | None = None) -> None:
-        """Keep for `flush`. A signal that raises here leaves it posted or not; in `flush` it could send it twice."""
-        self._outbox.append((self._encoder.encode(message), [os.dup(fd) for fd in fds or []]))
 
     def flush(self) -> None:
         """Send what the kernel takes now."""
         with self._lock:
             while self._outbox:
-                data, fds = self._outbox[0]
+                data, fds = self._outbox.popleft()  # not after the send: a signal may raise between the two
                 try:
                     socket.send_fds(self.socket, [data], fds)
                 except BlockingIOError:
+                    self._outbox.appendleft((data, fds))
                     return
                 except OSError:
+                    self._outbox.appendleft((data, fds))
                     self._drop_outbox()
                     raise
-                self._outbox.popleft()
                 for fd in fds:
                     os.close(fd)
 
