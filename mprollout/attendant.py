@@ -1,12 +1,11 @@
 """`Attendant`: the trainer's background thread. It keeps READY tickets in reserve and hears what the keeper says.
 
-    sweep -> ledger, gate -> source -> admit -> bells          credit in, tickets out
+    `Admission.turn` -> bells                                       credit in, tickets out
     keeper's socket -> states, notes, faults, answers -> `news`     what the main thread waits for
 
     its loop  produces READY tickets, news / waits for its bell (take, ending, update, release), the keeper's socket and pidfd / unblocked by the kernel
 
-Invariant: gate and ledger change under `lock` only. A ticket is handed out by the ledger only after its entry is READY
-(peek, admit, then next), so a failed admit loses nothing.
+Invariant: gate and ledger change under `lock` only.
 """
 
 from __future__ import annotations
@@ -14,33 +13,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import math
 import os
 import selectors
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from mprollout import _native, messages
+from mprollout import messages
+from mprollout.admission import Admission, ring_idle
 from mprollout.config import EngineConfig
 from mprollout.errors import (
-    ConfigError,
     EngineClosed,
     EngineFault,
     KeeperLost,
-    PromptsFailing,
-    RewardFault,
-    SourceError,
     WorkersLost,
     WorkerStartError,
 )
 from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
-from mprollout.ledger import FIRST_OWN_REASON, Ledger, Reason, reason_name
-from mprollout.ring import WorkerWord
+from mprollout.ledger import Ledger
 from mprollout.source import PromptSource
 
 log = logging.getLogger("mprollout")
@@ -55,7 +49,7 @@ class Attendant:
     def __init__(
         self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, config: EngineConfig
     ) -> None:
-        self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
+        self.keeper = keeper
         self.segment = keeper.segment
         self.lock = threading.Lock()
         self.states: dict[int, messages.WorkerState] = {}
@@ -66,11 +60,7 @@ class Attendant:
         self.update_done: messages.UpdateDone | None = None
         self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
         """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
-        self._faults, self._over_long = config.fault, config.source.over_long
-        self._filter = config.filter
-        self._in_a_row: collections.Counter[str] = collections.Counter()
-        self._published_before = 0
-        self._admitter = _native.Admitter(self.segment)
+        self.admission = Admission(self.segment, config, source, gate, ledger, self.notes, self._on_failing)
         self._stopping = False
         self._waiters: list[threading.Lock] = []
         self._thread = threading.Thread(target=self._run, name="mprollout-attendant", daemon=True)
@@ -120,11 +110,6 @@ class Attendant:
         with contextlib.suppress(OSError):
             self.keeper.channel.send(message, fds)
 
-    def unadmitted(self) -> int | None:
-        """Tickets that the source still has to give; None: endless."""
-        last = self.source.last_ticket
-        return None if last is None else max(0, last - self.ledger.resolved - self.gate.live)
-
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -133,7 +118,7 @@ class Attendant:
                 for fileobj in (self.keeper.channel, self.keeper.bell, self.keeper.pidfd):
                     selector.register(fileobj, selectors.EVENT_READ)
                 while not self._stopping and not isinstance(self.fault, KeeperLost):
-                    self._sweep_and_admit()
+                    self._admit()
                     for key, _ in selector.select(SAFETY_LOOK_S):
                         if key.fileobj == self.keeper.bell:
                             with contextlib.suppress(BlockingIOError):
@@ -146,94 +131,18 @@ class Attendant:
             log.exception("the attendant thread failed")
             self._set_fault(EngineFault(f"the attendant thread failed: {type(error).__name__}: {error}"))
 
-    def _sweep_and_admit(self) -> None:
-        """Collect what ended, spend the credit, ring whoever sleeps."""
+    def _admit(self) -> None:
+        """Let the admission take its turn, and wake whom it concerns."""
         with self.lock:
-            ended = [
-                row for row in self._admitter.sweep() if row[1] != _native.DONE
-            ]  # DONE was counted when it was delivered
-            for ticket, state, reason, _attempt, _deaths in ended:
-                name = reason_name(reason, self._filter.reasons)
-                self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
-                self.gate.ended += 1
-                rejected = reason == Reason.ZERO_SPREAD or reason >= FIRST_OWN_REASON
-                self._count_ending(
-                    ticket, name, "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
-                )
-            try:
-                self.gate.ahead = self.ledger.ahead
-                while self.fault is None and self.gate.credit > 0 and self._admit_one():
-                    self.gate.ahead = self.ledger.ahead
-            except (SourceError, ConfigError) as error:
-                self._set_fault(EngineFault(f"the source cannot go on: {type(error).__name__}: {error}"))
+            ended = self.admission.turn()
         if ended:
             self.segment.wake_taker()
-        idle = self.segment.idle_workers()
-        while idle:
-            lowest = idle & -idle
-            os.eventfd_write(self.keeper.worker_bells[lowest.bit_length() - 1], 1)
-            idle ^= lowest
-
-    def _admit_one(self) -> bool:
-        ticket, last = self.ledger.peek_ticket(), self.source.last_ticket
-        if last is not None and ticket >= last:
-            return False
-        data = self.source.encode(ticket)
-        try:
-            if not self._admitter.admit(ticket, data):
-                return False
-        except _native.GroupTooLarge as error:
-            text = f"row {self.source.row(ticket)[0]}: {error} (RingConfig.max_prompt_bytes)"
-            if self._over_long == "refuse":
-                raise SourceError(text) from error
-            log.warning("over-long, filtered: %s", text)
-            self.ledger.resolve(self.ledger.next_ticket(), f"filtered:{Reason.OVER_LONG.name.lower()}")
-            self.gate.admitted += 1
-            self.gate.ended += 1
-            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), "filtered", text)
-            return True
-        self.ledger.next_ticket()
-        self.gate.admitted += 1
-        return True
+        ring_idle(self.segment, self.keeper.worker_bells)
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _count_ending(
-        self, ticket: int, reason: str, kind: Literal["failed", "filtered", "rejected"], error: str = ""
-    ) -> None:
-        """So many endings of a kind in a row, and nothing published between them, are no prompt's own fault."""
-        published = sum(
-            self.segment.worker_words(index)[WorkerWord.GROUPS_PUBLISHED] for index in range(self.segment.workers)
-        )
-        if published != self._published_before:
-            self._in_a_row.clear()
-            self._published_before = published
-        self._in_a_row[kind] += 1
-        count, note = self._in_a_row[kind], self.notes.get(ticket)
-        if note is None and not error:  # its own note comes by way of the keeper and may be later than its end
-            note = next((other for other in reversed(self.notes.values()) if other.reason == reason), None)
-        last = note.error if note else error or reason
-        if kind == "failed" and count >= self._faults.max_consecutive_failures:
-            fault = RewardFault if reason == "reward" else PromptsFailing
-            text = f"{count} prompts in a row ended FAILED and nothing was published between them; the last: {last}"
-        elif (
-            kind == "filtered"
-            and count >= max(len(self.source), self._faults.max_consecutive_failures)
-            and self.unadmitted() != 0
-        ):
-            fault, text = (
-                PromptsFailing,
-                f"{count} prompts in a row were filtered ({reason}), a whole pass over the rows; the last: {last}",
-            )
-        elif kind == "rejected" and count >= (self._filter.max_consecutive or math.inf):
-            fault = PromptsFailing
-            text = (
-                f"{count} groups in a row were rejected by the filter ({reason} the last) and none was published between them "
-                f"(FilterConfig.max_consecutive={self._filter.max_consecutive})"
-            )
-        else:
-            return
-        self._set_fault(self._blame(fault, text, note))
+    def _on_failing(self, kind: type[EngineFault], text: str, note: messages.Note | None) -> None:
+        self._set_fault(self._blame(kind, text, note))
 
     def _blame(self, kind: type[EngineFault], text: str, source: messages.Note | messages.Fault | None) -> EngineFault:
         if source is None:
@@ -243,7 +152,7 @@ class Attendant:
 
     def _set_fault(self, fault: EngineFault) -> None:
         if self.fault is None or isinstance(fault, KeeperLost):
-            self.fault = fault
+            self.fault, self.admission.stopped = fault, True
         self._tell_news()
         self.segment.wake_taker()
 

@@ -118,22 +118,27 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
     """Mean completion length (log-normal, cut at max_new_tokens)."""
     sigma: float = 0.5
     """Log-normal sigma of the length; 0: every completion has `mean_tokens`."""
+    lengths: list[int] = []
+    """Recorded completion lengths, drawn from by seed instead of the log-normal distribution; empty: not used."""
     tokens_per_s: float = 0.0
     """Decoding speed of one sample; 0: as fast as the event loop turns."""
+    max_tokens_per_s: float = 0.0
+    """Decoding speed of all samples of a worker together, which they share; 0: no bound."""
     prefill_s: float = 0.0
     update_s: float = 0.0
     """Stall of a weight update."""
     start_s: float = 0.0
     """Time that a start takes."""
     faults: dict[str, float] = {}
-    """Probability per sample of `exception`, `abort`, `swallow`, `die` (the worker's process is killed)."""
+    """Probability per sample of `exception`, `abort` (by the engine), `swallow` (never answers), `die` (kills the worker's process), `hang`
+    (the worker's event loop stands still), `slow` (20 times as long), `short` (a logprob is missing)."""
     die_at_start: bool = False
     """The worker's process ends itself with SIGKILL while starting (a test of restarts)."""
 
     def _check(self) -> None:
-        self._require(
-            "faults", set(self.faults) <= {"exception", "abort", "swallow", "die"}, "of exception, abort, swallow, die"
-        )
+        kinds = ("exception", "abort", "swallow", "die", "hang", "slow", "short")
+        self._require("faults", set(self.faults) <= set(kinds), f"of {', '.join(kinds)}")
+        self._require("faults", sum(self.faults.values()) <= 1, "probabilities with a sum <= 1")
 
 
 class SamplingConfig(_Config, frozen=True, kw_only=True):

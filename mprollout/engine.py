@@ -368,7 +368,7 @@ class RolloutEngine:
         return batch
 
     def _check_meetable(self, n: int, booked: int, attendant: Attendant) -> None:
-        unadmitted = attendant.unadmitted()
+        unadmitted = attendant.admission.unadmitted()
         if unadmitted is not None and (available := booked + self._gate.live + unadmitted) < n:
             failures = {outcome: count for outcome, count in self._ledger.counts.items() if outcome != "taken"}
             note = next(reversed(attendant.notes.values()), None) if failures else None
