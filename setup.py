@@ -4,6 +4,7 @@ import os
 from glob import glob
 
 import nanobind
+import numpy
 from setuptools import Extension, setup
 
 root = os.path.dirname(nanobind.include_dir())
@@ -17,6 +18,7 @@ setup(
             include_dirs=[
                 nanobind.include_dir(),
                 nanobind.source_dir(),
+                numpy.get_include(),
                 os.path.join(root, "ext", "robin_map", "include"),
             ],
             define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],

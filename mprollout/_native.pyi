@@ -5,7 +5,7 @@ signals (Ctrl-C) through. A forked child can neither release nor close.
 """
 
 from collections.abc import Sequence
-from typing import Any, Never, final
+from typing import Any, Never, final, overload
 
 import numpy.typing as npt
 from typing_extensions import Buffer
@@ -48,8 +48,10 @@ class Segment(metaclass=_NativeType):
     ) -> Segment:
         """Create, seal against shrink and grow, populate. Raises MemoryError naming the bytes asked for."""
     @staticmethod
-    def attach(fd: int) -> Segment:
-        """Map a duplicate of fd after validating magic, version, endianness, every size and offset against fstat."""
+    def attach(fd: int, read_only: bool = False) -> Segment:
+        """Map a duplicate of fd after validating magic, version, endianness, every size and offset against fstat.
+        read_only: for monitors (table, words, pending); also with a descriptor opened for reading. Handles and recover() refuse it (ValueError).
+        """
     @staticmethod
     def size_of(
         *,
@@ -65,6 +67,18 @@ class Segment(metaclass=_NativeType):
         """Bytes that create() would ask for; refuses what create() refuses (ValueError)."""
     @property
     def fd(self) -> int: ...
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process, for whoever registers the memory with a device."""
+    @property
+    def read_only(self) -> bool: ...
+    @property
+    def taker_bell(self) -> int:
+        """This process's duplicate of the taker's eventfd; -1: none. Whoever wakes the taker from here (a publish, an ending, a
+        recovery, wake_taker) writes it, too. Set it in the keeper and in every worker, non-blocking, to let the taker sleep in a poll.
+        """
+    @taker_bell.setter
+    def taker_bell(self, fd: int, /) -> None: ...
     @property
     def size_bytes(self) -> int: ...
     @property
@@ -85,9 +99,9 @@ class Segment(metaclass=_NativeType):
     def schema(self) -> bytes: ...
     @property
     def global_words(self) -> memoryview:
-        """Writable memoryview of 64 int64 statistics words (format 'q'); each word has one writer, chosen by the user."""
+        """Memoryview of 64 int64 statistics words (format 'q'), writable unless read_only; each word has one writer, chosen by the user."""
     def worker_words(self, worker: int) -> memoryview:
-        """Writable memoryview of 64 int64 statistics words of one worker (format 'q')."""
+        """The same of one worker."""
     def table(self) -> list[tuple[int, int, int, int, int, int, int]]:
         """A stable snapshot of the entries that are not FREE: (ticket, state, attempt, deaths, worker, reason, generation)."""
     def pending(self) -> int:
@@ -124,9 +138,12 @@ class Producer(metaclass=_NativeType):
     @property
     def starved_for_room(self) -> bool:
         """Whether the last claim returned None for want of room in this arena although a READY ticket stood there."""
-    def publish(self, claim: Claim, arrays: Sequence[Buffer]) -> bool:
-        """Write the arrays (C-contiguous, one a schema field, any length incl. 0) and publish. False: a stale attempt, nothing published, room freed.
-        Raises GroupTooLarge (nothing changed, the claim stands).
+    def publish(self, claim: Claim, arrays: Sequence[Buffer | tuple[str, Sequence[Sequence[Any] | Buffer]]]) -> bool:
+        """Write the fields (one a schema field, any length incl. 0) and publish. False: a stale attempt, nothing published, room freed.
+
+        A field is an array or another C-contiguous buffer, or (dtype, parts): lists or tuples of numbers, and buffers of that dtype, written one
+        after another without an array in between. dtype: |u1, <i4, <i8 (whole numbers that fit), <f4, <f8 (of a list or tuple its first
+        item: SGLang's [logprob, id, text]). Raises GroupTooLarge, TypeError, ValueError (nothing changed, the claim stands).
         """
     def retry(self, claim: Claim) -> Claim | None:
         """RUNNING -> RUNNING with attempt + 1; the extent moves to the new handle, the old one is dead. None: stale (room freed) or dead.
@@ -148,11 +165,11 @@ class Producer(metaclass=_NativeType):
     def free_bytes(self) -> int: ...
 
 @final
-class Lease(metaclass=_NativeType):
+class Lease:
     """A published group that the taker ingested. Its memory stays until delivery, release and the death of its last view;
     a delivered lease that dies unreleased is released, an undelivered one never is (the next taker gets it).
     """
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # made by Consumer.take
+    def __init__(self) -> None: ...  # raises: made by Consumer.take
     @property
     def ticket(self) -> int: ...
     @property
@@ -167,7 +184,7 @@ class Lease(metaclass=_NativeType):
     @property
     def delivered(self) -> bool:
         """Whether this taker, or a dead one before it, delivered the group."""
-    def field(self, index: int, dtype: str) -> npt.NDArray[Any]:
+    def field(self, index: int, dtype: str, /) -> npt.NDArray[Any]:
         """Read-only 1-D view of a field (numpy dtype string); keeps the lease alive. No copy. RuntimeError after the memory went back."""
     def release(self) -> int:
         """Give the memory back as soon as no view is alive; returns the number of views alive now (0: given back now). Idempotent.
@@ -181,10 +198,22 @@ class Consumer(metaclass=_NativeType):
         """`bell_fd`: an eventfd written when room is released while a worker is idle. Raises TakerBusy: a live process takes, or views of an
         earlier Consumer's groups live in this one. After a dead taker, everything it had TAKEN and not released comes back from take() first, in FIFO order.
         """
+    @overload
     def take(self) -> Lease | None:
         """Ingest the next published group, FIFO; None when nothing is pending."""
+    @overload
+    def take(self, count: int, timeout_s: float | None) -> list[Lease]:
+        """Ingest exactly `count`, FIFO, or none: [] after the timeout. Waits; Ctrl-C gets through."""
+    def try_take(self, count: int) -> list[Lease]:
+        """Ingest exactly `count`, FIFO, or none ([])."""
+    def available(self) -> int:
+        """Groups that take() would give now, those adopted from a dead taker included."""
+    def peek(self, count: int) -> list[int]:
+        """The tickets of the next ones, at most `count`, in the order of take(); nothing changes."""
     def held(self) -> list[Lease]:
         """Ingested and not delivered, in FIFO order; the same objects that take() returned."""
+    def find(self, ticket: int) -> Lease | None:
+        """The held one of this ticket. In constant time, however many are held."""
     def deliver(self, leases: Sequence[Lease]) -> None:
         """PUBLISHING -> DONE for all, in one step that no signal interrupts: the trainer has them.
         Checks all before the first; idempotent.
@@ -193,6 +222,12 @@ class Consumer(metaclass=_NativeType):
         """The eventcount; read it before looking, pass it to wait."""
     def wait(self, count: int, seen: int, timeout_s: float) -> bool:
         """Sleep until `count` groups (>= 1) are pending, or news() != seen, or the timeout. True when count are pending; else False (every wake may be spurious)."""
+    def arm(self, count: int, seen: int) -> bool:
+        """The first half of a wait that sleeps in a poll (asyncio) on the segment's taker_bell, which it empties. True: sleep; the bell becomes readable
+        when `count` groups are pending or news() changes. False: it is so already. Then disarm(), in both cases, and look again: every wake may be
+        spurious, and nobody should sleep longer than 50 ms without a look (the one who would ring may have died).
+        """
+    def disarm(self) -> None: ...
     def close(self) -> None:
         """Let another taker in; it gets the undelivered groups."""
 
@@ -223,3 +258,12 @@ def recover(segment: Segment, worker: int, max_deaths: int, reason: int, count_d
 
 def group_bytes(lengths: Sequence[int]) -> int:
     """What a group of fields of these byte lengths takes: table, alignment to 64 and all. publish() needs it to be <= max_group_bytes."""
+
+def views(leases: list[Lease], dtypes: Sequence[str]) -> list[tuple[npt.NDArray[Any], ...]]:
+    """For each lease the views of its first fields, one a dtype: Lease.field() for a whole batch."""
+
+def release(leases: list[Lease]) -> int:
+    """Lease.release() of all; returns the number of views alive now. Raises RuntimeError, with nothing released, when one is undelivered."""
+
+def first_of_each(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """[row[0] for row in rows], for lists and tuples: the logprobs of SGLang's [logprob, id, text]."""

@@ -20,13 +20,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mprollout import _native
 from mprollout.errors import BatchReleased
 from mprollout.generator import FINISH_REASONS, VersionSpan
 
 if TYPE_CHECKING:
     import torch
-
-    from mprollout._native import Lease
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -71,7 +70,7 @@ class Sample(NamedTuple):
 class Group:
     """The samples of one ticket. Sequence of `Sample`; arrays over all samples are views, concatenated in sample order."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: _native.Lease) -> None:
         self.lease = lease
         self.ticket: int = lease.ticket
         self.worker: int = lease.worker
@@ -142,10 +141,6 @@ class Group:
         return np.repeat(
             self.field("span_versions"), ends - np.where(first, 0, np.concatenate(([0], ends[:-1]))[: len(ends)])
         )
-
-    def _release(self) -> int:
-        self._released = True
-        return self.lease.release()
 
 
 class Packed(NamedTuple):
@@ -278,8 +273,10 @@ class Batch(Sequence[Group]):
         if self.released:
             return
         self.released = True
-        alive = {group.ticket: n for group in self.groups if (n := group._release())}
-        if alive:
+        for group in self.groups:
+            group._released = True
+        if _native.release([group.lease for group in self.groups]):
+            alive = {group.ticket: n for group in self.groups if (n := group.lease.release())}
             warnings.warn(
                 f"batch released while {sum(alive.values())} views of tickets {sorted(alive)[:8]} are alive; "
                 "their memory stays in the ring until they die (copy what you keep)",

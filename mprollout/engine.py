@@ -101,7 +101,7 @@ class RolloutEngine:
         self._pid = os.getpid()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._evaluations = 0
-        self._waiting_for = ""
+        self._waiting = False
         self._starved_since = math.inf
         self._started = self._closed = False
         self._keeper: KeeperProcess | None = _attached
@@ -285,7 +285,7 @@ class RolloutEngine:
                 raise EngineClosed(f"get({n}): the engine was closed by another thread") from error
             raise
         finally:
-            self._waiting_for = ""
+            self._waiting = False
             self._taker = None
         del self._parked[:n]  # nothing below can be interrupted: from here on the caller has them
         return batch
@@ -313,7 +313,7 @@ class RolloutEngine:
                     f"get({n}): {len(leases)} groups deliverable after {timeout} s; {self._gate.live} live, {attendant.segment.pending()} pending, "
                     f"credit {self._gate.credit}, next in order: ticket {self._ledger.watermark}; {describe_workers(attendant.segment, attendant.states)}"
                 )
-            self._waiting_for = waiting_cause(attendant.segment, attendant.states, self._gate.live)
+            self._waiting = True
             # In ticket order all was ingested and any publish may be the one that its turn waits for; else only the n-th counts.
             consumer.wait(1 if self._in_ticket_order else missing - len(leases), seen, left)
             self._running()  # closed by another thread meanwhile?
@@ -327,22 +327,16 @@ class RolloutEngine:
         parked = {group.ticket for group in self._parked}
         if not self._in_ticket_order:
             held = [lease for lease in (*self._again.values(), *consumer.held()) if lease.ticket not in parked]
-            if len(held) + attendant.segment.pending() >= n:
-                while len(held) < n and (lease := consumer.take()) is not None:
-                    held.append(lease)
-            return held[:n]
-        while consumer.take() is not None:
-            pass
-        by_ticket = {lease.ticket: lease for lease in consumer.held()} | self._again
+            return held[:n] if len(held) >= n else held + consumer.try_take(n - len(held))
+        if published := consumer.available():
+            consumer.try_take(published)
         leases: list[_native.Lease] = []
         ticket = self._ledger.watermark
         while len(leases) < n:
-            if (lease := by_ticket.get(ticket)) is not None:
+            if ticket not in parked and not self._ledger.is_resolved(ticket):  # ended ones are skipped
+                if (lease := self._again.get(ticket) or consumer.find(ticket)) is None:
+                    break  # a live one is waited for
                 leases.append(lease)
-            elif (
-                not self._ledger.is_resolved(ticket) and ticket not in parked
-            ):  # ended ones are skipped; a live one is waited for
-                break
             ticket += 1
         return leases
 
@@ -382,8 +376,13 @@ class RolloutEngine:
 
     def _check_room(self, n: int, attendant: Attendant, consumer: _native.Consumer) -> None:
         """Every ready worker lacks room and runs nothing: only a release can help, and this thread is the one that would release."""
-        words = [attendant.segment.worker_words(i) for i, state in attendant.states.items() if state.state == "ready"]
-        if not words or not all(w[WorkerWord.STARVED_FOR_ROOM] and not w[WorkerWord.RUNNING_GROUPS] for w in words):
+
+        def stuck(worker: int) -> bool:
+            words = attendant.segment.worker_words(worker)
+            return bool(words[WorkerWord.STARVED_FOR_ROOM] and not words[WorkerWord.RUNNING_GROUPS])
+
+        ready = [i for i, state in attendant.states.items() if state.state == "ready"]
+        if not ready or not all(stuck(i) for i in ready):  # the first that is not ends the look
             self._starved_since = math.inf
             return
         self._starved_since = min(self._starved_since, time.monotonic())
@@ -517,7 +516,7 @@ class RolloutEngine:
                 tokens_generated=sum(w.tokens_generated for w in workers),
                 retried=sum(w.retried for w in workers),
                 outcomes=dict(self._ledger.counts),
-                waiting_for=self._waiting_for,
+                waiting_for=waiting_cause(attendant.segment, attendant.states, gate.live) if self._waiting else "",
                 workers=workers,
             )
 

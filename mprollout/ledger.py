@@ -66,6 +66,7 @@ class Ledger:
         self._ended: collections.Counter[str] = collections.Counter()
         self._above: set[int] = set()
         self._adopted: set[int] = set()  # live already when this ledger began; skipped by `next_ticket`
+        self._forgotten = 0  # `_above` holds none below this
         self._next = 0
 
     @property
@@ -94,8 +95,8 @@ class Ledger:
     @property
     def resolved(self) -> int:
         """Tickets with an outcome."""
-        watermark = self.watermark
-        return watermark + sum(ticket >= watermark for ticket in self._above)
+        self._forget_passed()
+        return self.watermark + len(self._above)
 
     @property
     def admitted_below(self) -> int:
@@ -140,11 +141,17 @@ class Ledger:
         while watermark in self._above:
             watermark += 1
         self.watermark = watermark
-        if ticket < watermark:
-            self._above = {above for above in self._above if above >= watermark}
+        self._forget_passed()
+
+    def _forget_passed(self) -> None:
+        """The exceptions below the watermark are none; at the cost of those passed since the last time, not of all above."""
+        if self._forgotten < self.watermark:
+            self._above.difference_update(range(self._forgotten, self.watermark))
+            self._forgotten = self.watermark
 
     def state(self, without: Collection[int] = ()) -> dict[str, Any]:
         """JSON-able: the watermark and the runs [first, last] of resolved tickets above it; `without` counts as not resolved."""
+        self._forget_passed()
         watermark = min([self.watermark, *without])
         runs: list[list[int]] = []
         for ticket in sorted({*range(watermark, self.watermark), *self._above}.difference(without)):
@@ -165,7 +172,7 @@ class Ledger:
             if state["format"] != _FORMAT:
                 raise ValueError("another format")
             ledger = cls()
-            ledger.watermark = ledger._next = int(state["watermark"])
+            ledger.watermark = ledger._next = ledger._forgotten = int(state["watermark"])
             ledger._above = {ticket for first, last in state["resolved_above"] for ticket in range(first, last + 1)}
             ledger._ended.update(state["ended"])
         except (KeyError, TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Sizes of the segment, its memory limit, its statistics words, and how a group is written into it.
 
-    EngineConfig --plan--> Plan --Segment.create (keeper)--> memfd        RolledSample[] --encode_group--> arrays --Producer.publish--> extent
+    EngineConfig --plan--> Plan --Segment.create (keeper)--> memfd        RolledSample[] --encode_group--> lists --Producer.publish--> extent
 
 Invariant: a `Plan` that exists can deliver: every arena holds worst-case extents for what the order may keep in it, twice over, since
 first-fit can leave holes of up to the size of its neighbours (k live extents of at most G bytes block at most 2k + 1 places of G bytes).
@@ -181,37 +181,32 @@ def check_memory(nbytes: int, plan: Plan, root: Path = Path("/")) -> None:
 
 def encode_group(
     meta: Sequence[int], prompt_ids: Sequence[int], samples: Sequence[RolledSample], rewards: Sequence[float]
-) -> list[Any]:
-    """The arrays of one group in the order of `SCHEMA`.
+) -> list[tuple[str, list[Any]]]:
+    """The fields of one group in the order of `SCHEMA`: lists, which `Producer.publish` writes into the extent in one pass.
 
     Raises:
         ValueError: token ids, logprobs and loss masks of a sample differ in length: never padded.
     """
-    import numpy as np
-
     spans = [span for sample in samples for span in sample.versions]
     for i, sample in enumerate(samples):
         if not len(sample.token_ids) == len(sample.logprobs) == len(sample.loss_mask):
             raise ValueError(
                 f"sample {i}: {len(sample.token_ids)} token ids, {len(sample.logprobs)} logprobs, {len(sample.loss_mask)} mask entries"
             )
-
-    def joined(lists: list[list[Any]], dtype: str) -> Any:
-        return np.concatenate([np.asarray(values, dtype=dtype) for values in lists])
-
-    return [
-        np.asarray(meta, "<i8"),
-        np.asarray(prompt_ids, "<i4"),
-        np.asarray([len(s.token_ids) for s in samples], "<i4"),
-        np.asarray(rewards, "<f4"),
-        np.asarray([FINISH_REASONS.index(s.finish_reason) for s in samples], "|u1"),
-        np.asarray([len(s.versions) for s in samples], "<i4"),
-        joined([s.token_ids for s in samples], "<i4"),
-        joined([s.logprobs for s in samples], "<f4"),
-        joined([s.loss_mask for s in samples], "|u1"),
-        np.asarray([span.version for span in spans], "<i8"),
-        np.asarray([span.end for span in spans], "<i4"),
-    ]
+    parts: dict[str, list[Any]] = {
+        "meta": [meta],
+        "prompt_ids": [prompt_ids],
+        "lengths": [[len(s.token_ids) for s in samples]],
+        "rewards": [rewards],
+        "finish_reasons": [[FINISH_REASONS.index(s.finish_reason) for s in samples]],
+        "span_counts": [[len(s.versions) for s in samples]],
+        "token_ids": [s.token_ids for s in samples],
+        "logprobs": [s.logprobs for s in samples],
+        "loss_mask": [s.loss_mask for s in samples],
+        "span_versions": [[span.version for span in spans]],
+        "span_ends": [[span.end for span in spans]],
+    }
+    return [(field.dtype, parts[field.name]) for field in SCHEMA]
 
 
 class RolledSample(msgspec.Struct, kw_only=True):
@@ -219,7 +214,8 @@ class RolledSample(msgspec.Struct, kw_only=True):
 
     token_ids: list[int]
     logprobs: list[float]
-    loss_mask: list[int]
+    loss_mask: bytearray
+    """One byte a token: 1 = trained on."""
     finish_reason: Any
     versions: list[VersionSpan]
 

@@ -38,14 +38,16 @@ class Session:
         self, generator: Generator, sampling: SamplingConfig, prompt_ids: list[int], request_id: str, seed: int
     ) -> None:
         self.prompt_ids = prompt_ids
-        self.sample = RolledSample(token_ids=[], logprobs=[], loss_mask=[], finish_reason="length", versions=[])
+        self.sample = RolledSample(
+            token_ids=[], logprobs=[], loss_mask=bytearray(), finish_reason="length", versions=[]
+        )
         self._generator, self._sampling = generator, sampling
         self._request_id, self._seed, self._turn = request_id, seed, 0
 
     @property
     def remaining_tokens(self) -> int:
         """What is left of `max_new_tokens` for generation, and of the context."""
-        made = sum(self.sample.loss_mask)
+        made = self.sample.loss_mask.count(1)
         context = self._generator.context_length - len(self.prompt_ids) - len(self.sample.token_ids)
         return min(self._sampling.max_new_tokens - made, context)
 
@@ -96,7 +98,7 @@ class Session:
         base, sample = len(self.sample.token_ids), self.sample
         sample.token_ids.extend(token_ids)
         sample.logprobs.extend(logprobs)
-        sample.loss_mask.extend([mask] * len(token_ids))
+        sample.loss_mask += bytes([mask]) * len(token_ids)
         for version, start, end in versions:
             last = sample.versions[-1] if sample.versions else None
             if last is not None and last.version == version:

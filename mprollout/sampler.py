@@ -193,7 +193,7 @@ class Sampler:
                 if updates == self.updates_seen:
                     raise
         words[WorkerWord.SAMPLES_FINISHED] += 1
-        words[WorkerWord.TOKENS_GENERATED] += sum(session.sample.loss_mask)
+        words[WorkerWord.TOKENS_GENERATED] += session.sample.loss_mask.count(1)
         words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
         return session
 

@@ -27,6 +27,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mprollout import _native
 from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
 from mprollout.orphans import patch_spawn
 from mprollout.weights import check_parameters, checkpoint_shapes
@@ -536,7 +537,7 @@ def _generation(answer: dict[str, Any]) -> Generation:
     token_ids = list(answer["output_ids"])
     return Generation(
         token_ids=token_ids,
-        logprobs=[triple[0] for triple in meta.get("output_token_logprobs", ())],
+        logprobs=_native.first_of_each(meta.get("output_token_logprobs", ())),  # of [logprob, id, text]
         finish_reason=reason["type"],
         versions=[
             VersionSpan(int(span["version"]), span["start"], span["end"])

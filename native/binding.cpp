@@ -1,5 +1,6 @@
 // The Python face of the core; mprollout/_native.pyi documents it. Imports nothing: the keeper runs without NumPy.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,7 +9,9 @@
 #include <sys/prctl.h>
 
 #include <cmath>
+#include <unordered_map>
 
+#include "columns.h"
 #include "lease.h"
 
 namespace nb = nanobind;
@@ -24,6 +27,11 @@ struct Segment {
 
     const MappingPtr& open() const {
         if (!mapping) throw std::invalid_argument("Segment: expected an open handle, got a closed one");
+        return mapping;
+    }
+    const MappingPtr& writable() const {
+        if (open()->read_only())
+            throw std::invalid_argument("Segment: expected a writable one, got one that was attached read-only");
         return mapping;
     }
     void close() {
@@ -52,13 +60,6 @@ Shape shape_of(std::int64_t workers, std::int64_t entries, std::int64_t cells, s
 
 std::string_view view_of(const nb::bytes& b) { return {b.c_str(), b.size()}; }
 
-std::uint64_t pending(const Mapping& m) {
-    // head first: the tail never lies behind an older head. acquire keeps the order.
-    const std::uint64_t head = m.hot().head.load(std::memory_order_acquire),
-                        tail = m.hot().tail.load(std::memory_order_acquire);
-    return tail - head + (filled(m, tail) ? 1 : 0);  // a publisher may have died before it moved the tail
-}
-
 struct PyClaim {
     ClaimPtr claim;
     std::shared_ptr<Producer> producer;
@@ -69,93 +70,93 @@ nb::object claim_or_none(ClaimPtr claim, const std::shared_ptr<Producer>& produc
     return nb::cast(PyClaim{std::move(claim), producer});
 }
 
-// The buffers of a publish, held until it returns.
-class Buffers {
-public:
-    explicit Buffers(nb::sequence arrays) {
-        try {
-            for (nb::handle array : arrays) add(array);
-        } catch (...) {
-            drop();  // no destructor runs after a constructor that throws
-            throw;
-        }
-    }
-    ~Buffers() { drop(); }
-    Buffers(const Buffers&) = delete;
-    std::span<const Field> fields() const { return fields_; }
-
-private:
-    void add(nb::handle array) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) {
-            nb::python_error cause;
-            PyObject* const type = cause.matches(PyExc_TypeError) ? PyExc_TypeError : PyExc_ValueError;
-            if (type == PyExc_ValueError && !cause.matches(PyExc_ValueError) && !cause.matches(PyExc_BufferError))
-                throw cause;
-            const std::string name = nb::cast<std::string>(array.type().attr("__name__"));
-            nb::raise_from(cause, type, "publish: arrays[%zu]: expected a C-contiguous buffer, got %s", views_.size(),
-                           name.c_str());
-        }
-        views_.push_back(view);
-        fields_.push_back({view.buf, static_cast<std::uint64_t>(view.len)});
-    }
-    void drop() {
-        for (Py_buffer& view : views_) PyBuffer_Release(&view);
-        views_.clear();
-    }
-    std::vector<Py_buffer> views_;
-    std::vector<Field> fields_;
-};
-
 class PyConsumer {
 public:
-    PyConsumer(const Segment& segment, int bell_fd) : mapping_(segment.open()), consumer_(mapping_, bell_fd) {}
+    PyConsumer(const Segment& segment, int bell_fd) : mapping_(segment.writable()), consumer_(mapping_, bell_fd) {}
+    ~PyConsumer() { disarm(); }
 
-    nb::object take() {
-        const auto taken = consumer_.take();
-        if (!taken) return nb::none();
-        nb::object lease = nb::cast(new Lease(consumer_.taker(), *taken), nb::rv_policy::take_ownership);
-        if (!nb::cast<Lease&>(lease).delivered) held_[taken->position] = lease;
-        return lease;
+    nb::object take_one() {
+        if (const auto taken = consumer_.take()) return hold(*taken);
+        return nb::none();
     }
 
-    std::vector<nb::object> held() const {
-        std::vector<nb::object> leases;
-        for (const auto& [position, lease] : held_) leases.push_back(lease);
+    // Exactly `count` or none.
+    nb::list try_take(std::int64_t count) {
+        consumer_.check_open();
+        check_count("try_take", count);
+        nb::list leases;
+        if (consumer_.available() < static_cast<std::uint64_t>(count)) return leases;
+        for (; count > 0; --count) leases.append(take_one());
         return leases;
     }
 
-    // All or nothing: every check stands before the first hand-over, and nothing in between can raise.
-    void deliver(const std::vector<nb::object>& leases) {
+    nb::list take(std::int64_t count, std::optional<double> timeout_s) {
+        const std::int64_t end = deadline("take", timeout_s.value_or(1e9));
+        for (;;) {
+            const std::uint32_t seen = news();
+            nb::list leases = try_take(count);
+            const double left_s = static_cast<double>(end - now_ns()) * 1e-9;
+            if (nb::len(leases) != 0 || left_s <= 0) return leases;
+            wait(count, seen, left_s);
+        }
+    }
+
+    std::uint64_t available() const {
         consumer_.check_open();
-        for (std::size_t i = 0; i < leases.size(); ++i) {
-            if (!nb::isinstance<Lease>(leases[i]))
-                throw nb::type_error(text("deliver: leases[", i, "]: expected a Lease").c_str());
-            if (nb::cast<Lease&>(leases[i]).taker != consumer_.taker())
+        return consumer_.available();
+    }
+    std::vector<std::uint64_t> peek(std::int64_t count) const { return consumer_.peek(natural("peek", count)); }
+
+    std::vector<nb::object> held() const {
+        std::vector<nb::object> leases;
+        for (const nb::object& lease : held_)
+            if (!as_lease(lease.ptr())->delivered) leases.push_back(lease);
+        return leases;
+    }
+
+    // The undelivered lease of a ticket, or None. The index is made by the first who asks.
+    nb::object find(std::int64_t ticket) {
+        for (; indexed_ < held_.size(); ++indexed_) {
+            const Lease* lease = as_lease(held_[indexed_].ptr());
+            if (!lease->delivered) by_ticket_[lease->taken.ticket] = held_[indexed_].ptr();
+        }
+        const auto found = by_ticket_.find(static_cast<std::uint64_t>(ticket));
+        return found == by_ticket_.end() ? nb::none() : nb::borrow(found->second);
+    }
+
+    // All or nothing: every check stands before the first hand-over, and nothing in between can raise.
+    void deliver(nb::handle list) {
+        consumer_.check_open();
+        const std::vector<Lease*> leases = leases_of("deliver", list);
+        for (std::size_t i = 0; i < leases.size(); ++i)
+            if (leases[i]->taker != consumer_.taker())
                 throw std::invalid_argument(text("deliver: leases[", i,
                                                  "]: expected a lease of this Consumer, got ticket ",
-                                                 nb::cast<Lease&>(leases[i]).taken.ticket, " of another"));
+                                                 leases[i]->taken.ticket, " of another"));
+        for (Lease* lease : leases) {
+            if (lease->delivered) continue;
+            mprollout::deliver(*mapping_, lease->taken);
+            lease->delivered = true;
+            by_ticket_.erase(lease->taken.ticket);
+            ++delivered_;
         }
-        for (const nb::object& object : leases) {
-            Lease& lease = nb::cast<Lease&>(object);
-            if (!lease.delivered) mprollout::deliver(*mapping_, lease.taken);
-            lease.delivered = true;
-        }
-        for (const nb::object& object : leases) held_.erase(nb::cast<Lease&>(object).taken.position);
+        // So that each costs the same, however many others are held: only when half of them can go.
+        if (2 * delivered_ < held_.size()) return;
+        std::vector<nb::object> kept;
+        kept.reserve(held_.size() - delivered_);
+        for (nb::object& lease : held_)
+            if (!as_lease(lease.ptr())->delivered) kept.push_back(std::move(lease));
+        held_.swap(kept);
+        if (indexed_ != 0) indexed_ = held_.size() - (kept.size() - std::min(kept.size(), indexed_));
+        delivered_ = 0;
     }
 
     bool wait(std::int64_t count, std::uint32_t seen, double timeout_s) {
-        consumer_.check_open();
-        if (count < 1 || static_cast<std::uint64_t>(count) >
-                             mapping_->shape().cells + mapping_->shape().descriptors * mapping_->shape().workers)
-            throw std::invalid_argument(
-                text("wait: expected a count of 1.. as many as the ring can hold, got ", count));
-        if (std::isnan(timeout_s)) throw std::invalid_argument("wait: expected timeout_s as a number, got nan");
+        const std::uint64_t target = target_of("wait", count);
+        const std::int64_t end = deadline("wait", timeout_s);
         if (waiting_) throw std::runtime_error("wait: expected one waiter, got a second one in this process");
-        const std::uint64_t target = consumer_.target(static_cast<std::uint64_t>(count));
-        if (target == mapping_->hot().head.load(std::memory_order_relaxed)) return true;  // the backlog suffices
+        if (enough(target)) return true;
         const MappingPtr m = mapping_;
-        const std::int64_t end = now_ns() + static_cast<std::int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9);
         struct Flag {
             bool& flag;
             explicit Flag(bool& f) : flag(f) { flag = true; }
@@ -170,25 +171,72 @@ public:
                 nb::gil_scoped_release unlocked;
                 if (!spun) spin(*m, target, seen);
                 spun = true;
-                if (!reached(*m, target)) sleep_slice(*m, target, seen, std::min<std::int64_t>(left, kSliceNs));
+                if (!reached(*m, target)) sleep_slice(*m, target, seen, std::min<std::int64_t>(left, kSafetyLookNs));
             }
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
     }
 
+    // For a sleep by eventfd: the first half of a wait. disarm() is the other.
+    bool arm(std::int64_t count, std::uint32_t seen) {
+        const std::uint64_t target = target_of("arm", count);
+        if (mapping_->taker_bell() < 0)
+            throw std::runtime_error("arm: expected the segment's taker_bell to be set, got none");
+        if (waiting_) throw std::runtime_error("arm: expected one waiter, got a second one in this process");
+        std::uint64_t stale;
+        // Before arming: what rings from here on may be meant for this sleep.
+        [[maybe_unused]] const ssize_t n = ::read(mapping_->taker_bell(), &stale, sizeof stale);
+        if (enough(target)) return false;
+        return waiting_ = armed_ = mprollout::arm(*mapping_, target, seen);
+    }
+    void disarm() {
+        if (!armed_ || !consumer_.taker()->here()) return;
+        waiting_ = armed_ = false;
+        mprollout::disarm(*mapping_);
+    }
+
     std::uint32_t news() const { return consumer_.news(); }
 
     void close() {
+        disarm();
         consumer_.close();
-        if (consumer_.taker()->here()) held_.clear();
+        if (!consumer_.taker()->here()) return;
+        std::vector<nb::object> held;
+        held.swap(held_);  // what dies with them may call back
+        by_ticket_.clear();
+        indexed_ = delivered_ = 0;
     }
 
 private:
-    static constexpr std::int64_t kSliceNs = 50'000'000;  // the bounded safety look
+    nb::object hold(const Taken& taken) {
+        nb::object lease = new_lease(consumer_.taker(), taken);
+        if (!as_lease(lease.ptr())->delivered) held_.push_back(lease);
+        return lease;
+    }
+    void check_count(const char* call, std::int64_t count) const {
+        if (count < 1 || static_cast<std::uint64_t>(count) >
+                             mapping_->shape().cells + mapping_->shape().descriptors * mapping_->shape().workers)
+            throw std::invalid_argument(
+                text(call, ": expected a count of 1.. as many as the ring can hold, got ", count));
+    }
+    static std::int64_t deadline(const char* call, double timeout_s) {
+        if (std::isnan(timeout_s)) throw std::invalid_argument(text(call, ": expected timeout_s as a number, got nan"));
+        return now_ns() + static_cast<std::int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9);
+    }
+    std::uint64_t target_of(const char* call, std::int64_t count) const {
+        consumer_.check_open();
+        check_count(call, count);
+        return consumer_.target(static_cast<std::uint64_t>(count));
+    }
+    // Adopted ones suffice.
+    bool enough(std::uint64_t target) const { return target == mapping_->hot().head.load(std::memory_order_relaxed); }
+
     MappingPtr mapping_;
     Consumer consumer_;
-    std::map<std::uint64_t, nb::object> held_;  // by position: FIFO
-    bool waiting_ = false;
+    std::vector<nb::object> held_;                            // leases in FIFO order; some may be delivered
+    std::unordered_map<std::uint64_t, PyObject*> by_ticket_;  // of those below indexed_
+    std::size_t indexed_ = 0, delivered_ = 0;
+    bool waiting_ = false, armed_ = false;
 };
 
 void die_with_parent(std::int64_t expected_parent_pid) {
@@ -217,7 +265,7 @@ void as_builtin(nb::handle scope, const char* name, const char* doc) {
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // leases and views may outlive the interpreter's tidy end
-    nb::exception<SegmentError>(m, "SegmentError", PyExc_ValueError);
+    segment_error = nb::exception<SegmentError>(m, "SegmentError", PyExc_ValueError).ptr();
     nb::exception<GroupTooLarge>(m, "GroupTooLarge", PyExc_ValueError);
     nb::exception<TakerBusy>(m, "TakerBusy", PyExc_RuntimeError);
     nb::register_exception_translator([](const std::exception_ptr& p, void*) {
@@ -243,7 +291,7 @@ NB_MODULE(_native, m) {
         [](const std::vector<std::int64_t>& lengths) {
             std::vector<Field> fields;
             for (const std::int64_t n : lengths) fields.push_back({nullptr, natural("group_bytes", n)});
-            return payload_bytes(fields);
+            return payload_bytes<Field>(fields);
         },
         "lengths"_a);
 
@@ -263,7 +311,8 @@ NB_MODULE(_native, m) {
             nb::kw_only(), "workers"_a, "entries"_a, "cells"_a, "descriptors"_a, "arena_bytes"_a, "max_group_bytes"_a,
             "max_prompt_bytes"_a, "schema"_a)
         .def_static(
-            "attach", [](int fd) { return Segment{Mapping::attach(fd)}; }, "fd"_a)
+            "attach", [](int fd, bool read_only) { return Segment{Mapping::attach(fd, read_only)}; }, "fd"_a,
+            "read_only"_a = false)
         .def_static(
             "size_of",
             [](std::int64_t workers, std::int64_t entries, std::int64_t cells, std::int64_t descriptors,
@@ -276,6 +325,11 @@ NB_MODULE(_native, m) {
             nb::kw_only(), "workers"_a, "entries"_a, "cells"_a, "descriptors"_a, "arena_bytes"_a, "max_group_bytes"_a,
             "max_prompt_bytes"_a, "schema"_a)
         .def_prop_ro("fd", [](const Segment& s) { return s.open()->fd(); })
+        .def_prop_ro("address", [](const Segment& s) { return s.open()->address(); })
+        .def_prop_ro("read_only", [](const Segment& s) { return s.open()->read_only(); })
+        .def_prop_rw(
+            "taker_bell", [](const Segment& s) { return s.open()->taker_bell(); },
+            [](const Segment& s, int fd) { s.writable()->set_taker_bell(fd); })
         .def_prop_ro("size_bytes", [](const Segment& s) { return s.open()->offsets().size; })
         .def_prop_ro("workers", [](const Segment& s) { return s.open()->shape().workers; })
         .def_prop_ro("entries", [](const Segment& s) { return s.open()->shape().entries; })
@@ -304,7 +358,7 @@ NB_MODULE(_native, m) {
                  return rows;
              })
         .def("pending", [](const Segment& s) { return pending(*s.open()); })
-        .def("wake_taker", [](const Segment& s) { wake_taker(*s.open()); })
+        .def("wake_taker", [](const Segment& s) { wake_taker(*s.writable()); })
         .def("idle_workers",
              [](const Segment& s) {
                  return s.open()->hot().idle.load(std::memory_order_seq_cst);
@@ -327,7 +381,8 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](PyProducer* self, const Segment& segment, std::int64_t worker) {
-                new (self) PyProducer{std::make_shared<Producer>(segment.open(), natural("Producer: worker", worker))};
+                new (self)
+                    PyProducer{std::make_shared<Producer>(segment.writable(), natural("Producer: worker", worker))};
             },
             "segment"_a, "worker"_a)
         .def("claim", [](const PyProducer& p) { return claim_or_none(p.producer->claim(), p.producer); })
@@ -335,8 +390,7 @@ NB_MODULE(_native, m) {
         .def(
             "publish",
             [](const PyProducer& p, const PyClaim& c, nb::sequence arrays) {
-                const Buffers buffers(arrays);
-                return p.producer->publish(*c.claim, buffers.fields());
+                return Columns(arrays).publish(*p.producer, *c.claim);
             },
             "claim"_a, "arrays"_a)
         .def(
@@ -360,28 +414,30 @@ NB_MODULE(_native, m) {
         .def_prop_ro("incarnation", [](const PyProducer& p) { return p.producer->incarnation(); })
         .def_prop_ro("free_bytes", [](const PyProducer& p) { return p.producer->free_bytes(); });
 
-    nb::class_<Lease>(m, "Lease", nb::is_final())
-        .def_prop_ro("ticket", [](const Lease& l) { return l.taken.ticket; })
-        .def_prop_ro("worker", [](const Lease& l) { return l.taken.worker; })
-        .def_prop_ro("attempt", [](const Lease& l) { return Entry::unpack(l.taken.table_word).attempt; })
-        .def_prop_ro("nbytes", [](const Lease& l) { return l.taken.extent_bytes; })
-        .def_prop_ro("fields", [](const Lease& l) { return l.taken.fields; })
-        .def_prop_ro("delivered", [](const Lease& l) { return l.delivered; })
-        .def("field", &field_view, "index"_a, "dtype"_a)
-        .def("release", &Lease::release);
+    make_lease_types(m);
+    m.def("views", &views, "leases"_a, "dtypes"_a);
+    m.def("release", &release_all, "leases"_a);
+    m.def("first_of_each", &first_of_each, "rows"_a);
 
     nb::class_<PyConsumer>(m, "Consumer", nb::is_final())
         .def(nb::init<const Segment&, int>(), "segment"_a, "bell_fd"_a = -1)
-        .def("take", &PyConsumer::take)
+        .def("take", &PyConsumer::take_one)
+        .def("take", &PyConsumer::take, "count"_a, "timeout_s"_a.none())
+        .def("try_take", &PyConsumer::try_take, "count"_a)
+        .def("available", &PyConsumer::available)
+        .def("peek", &PyConsumer::peek, "count"_a)
         .def("held", &PyConsumer::held)
+        .def("find", &PyConsumer::find, "ticket"_a)
         .def("deliver", &PyConsumer::deliver, "leases"_a)
         .def("news", &PyConsumer::news)
         .def("wait", &PyConsumer::wait, "count"_a, "seen"_a, "timeout_s"_a)
+        .def("arm", &PyConsumer::arm, "count"_a, "seen"_a)
+        .def("disarm", &PyConsumer::disarm)
         .def("close", &PyConsumer::close);
 
     nb::class_<Admitter>(m, "Admitter", nb::is_final())
         .def(
-            "__init__", [](Admitter* self, const Segment& segment) { new (self) Admitter(segment.open()); },
+            "__init__", [](Admitter* self, const Segment& segment) { new (self) Admitter(segment.writable()); },
             "segment"_a)
         .def(
             "admit",
@@ -401,8 +457,8 @@ NB_MODULE(_native, m) {
     m.def(
         "recover",
         [](const Segment& s, std::int64_t worker, std::int64_t max_deaths, std::int64_t reason, bool count_death) {
-            return recover(*s.open(), natural("recover: worker", worker), natural("recover: max_deaths", max_deaths),
-                           natural("recover: reason", reason), count_death);
+            return recover(*s.writable(), natural("recover: worker", worker),
+                           natural("recover: max_deaths", max_deaths), natural("recover: reason", reason), count_death);
         },
         "segment"_a, "worker"_a, "max_deaths"_a, "reason"_a, "count_death"_a = true);
 
@@ -411,9 +467,12 @@ NB_MODULE(_native, m) {
     as_builtin(segment, "create", "create(" SHAPE ")\n--\n\n");
     as_builtin(segment, "size_of", "size_of(" SHAPE ")\n--\n\n");
 #undef SHAPE
-    as_builtin(segment, "attach", "attach(fd)\n--\n\n");
+    as_builtin(segment, "attach", "attach(fd, read_only=False)\n--\n\n");
     as_builtin(m, "die_with_parent", "die_with_parent(expected_parent_pid)\n--\n\n");
     as_builtin(m, "become_subreaper", "become_subreaper()\n--\n\n");
+    as_builtin(m, "views", "views(leases, dtypes)\n--\n\n");
+    as_builtin(m, "release", "release(leases)\n--\n\n");
+    as_builtin(m, "first_of_each", "first_of_each(rows)\n--\n\n");
     as_builtin(m, "group_bytes", "group_bytes(lengths)\n--\n\n");
     as_builtin(m, "recover", "recover(segment, worker, max_deaths, reason, count_death=True)\n--\n\n");
 }

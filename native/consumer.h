@@ -50,11 +50,18 @@ struct Taken {
     std::uint32_t fields;
 };
 
+inline std::uint64_t pending(const Mapping& m) {
+    // head first: the tail never lies behind an older head. acquire keeps the order.
+    const std::uint64_t head = m.hot().head.load(std::memory_order_acquire),
+                        tail = m.hot().tail.load(std::memory_order_acquire);
+    return tail - head + (filled(m, tail) ? 1 : 0);  // a publisher may have died before it moved the tail
+}
+
 // What a Consumer and its leases share. The leases may outlive the Consumer.
 struct Taker {
     MappingPtr mapping;
     std::uint64_t owner = 0, epoch = 0;
-    pid_t pid = ::getpid();
+    std::uint64_t forks = forks_before;
     int bell = -1;
 
     void close_bell() {
@@ -62,7 +69,7 @@ struct Taker {
         bell = -1;
     }
     ~Taker() { close_bell(); }
-    bool here() const { return ::getpid() == pid; }
+    bool here() const { return forks_before == forks; }
 };
 
 inline bool delivered(const Mapping& m, const Taken& t) {
@@ -74,7 +81,7 @@ inline void deliver(const Mapping& m, const Taken& t) {
     Entry done = Entry::unpack(t.table_word);
     done.state = DONE;
     // [D1]
-    hand_over(m.table_word(t.entry), t.table_word, done.pack());
+    if (hand_over(m.table_word(t.entry), t.table_word, done.pack())) note_ended(m, t.entry);
 }
 
 inline void release(const Taker& taker, const Taken& t) {
@@ -125,7 +132,8 @@ public:
         // [T2]
         if (!filled(*m_, h)) return std::nullopt;
         // [T3]
-        advance_tail(*m_, h);
+        // A CAS that could only fail is left out: the tail never comes back to h. seq_cst, as the CAS.
+        if (hot.tail.load(std::memory_order_seq_cst) == h) advance_tail(*m_, h);
         const Cell c = Cell::unpack(m_->cell(h).load(std::memory_order_acquire));  // pairs with enqueue's CAS
         check_cell(c, h);
         Descriptor& d = m_->descriptor(c.worker, c.descriptor);
@@ -139,6 +147,27 @@ public:
         // [T6]
         hot.head.store(h + 1, std::memory_order_release);  // pairs with enqueue's and live_descriptors' loads of head
         return t;
+    }
+
+    // What take() would give now.
+    std::uint64_t available() const { return backlog_.size() + pending(*m_); }
+
+    // The tickets of the first of them, in the order of take(). The descriptors of filled cells do not change before they are
+    // TAKEN, which only this handle does.
+    std::vector<std::uint64_t> peek(std::uint64_t count) const {
+        check_open();
+        std::vector<std::uint64_t> tickets;
+        for (const Taken& t : backlog_) {
+            if (tickets.size() == count) return tickets;
+            tickets.push_back(t.ticket);
+        }
+        for (std::uint64_t h = m_->hot().head.load(std::memory_order_relaxed); tickets.size() < count && filled(*m_, h);
+             ++h) {
+            const Cell c = Cell::unpack(m_->cell(h).load(std::memory_order_acquire));  // pairs with enqueue's CAS
+            check_cell(c, h);
+            tickets.push_back(m_->descriptor(c.worker, c.descriptor).ticket);
+        }
+        return tickets;
     }
 
     // In groups, the backlog of a dead taker included.
@@ -163,7 +192,7 @@ public:
     void check_open() const {
         if (!taker_->here())
             throw std::runtime_error(
-                text("Consumer: expected process ", taker_->pid, " that made it, got its forked child ", ::getpid()));
+                text("Consumer: expected the process that made it, got its forked child ", ::getpid()));
         if (closed_) throw std::runtime_error("Consumer: expected an open handle, got a closed one");
     }
 
@@ -185,10 +214,11 @@ private:
                 throw TakerBusy(text("Consumer: expected no live taker, got process ", other,
                                      other == pid ? " (this one: close() the other Consumer first)" : ""));
             }
-            if (const std::int64_t views = m_->views.load(std::memory_order_relaxed); views != 0) {
+            if (const std::int64_t views = m_->viewed; views != 0) {
                 closed_ = true;
                 throw TakerBusy(
-                    text("Consumer: expected no views of an earlier Consumer's groups in this process, got ", views));
+                    text("Consumer: expected no views of an earlier Consumer's groups in this process, got ", views,
+                         " groups with views"));
             }
         } while (!owner.compare_exchange_weak(was, mine, std::memory_order_acq_rel, std::memory_order_acquire));
         taker_->owner = mine;
@@ -197,6 +227,7 @@ private:
 
     // What a previous taker had TAKEN and not RELEASED, by position. It may have died between TAKEN and head.
     void adopt() {
+        shake(*m_);  // the dead one may have made a ticket DONE and not said so
         // [A2]
         m_->hot().wake_at.store(kNever, std::memory_order_seq_cst);  // the dead one may have been asleep
         const std::uint64_t h = m_->hot().head.load(std::memory_order_relaxed);

@@ -4,6 +4,8 @@
 // All of that is private to the process; a successor rebuilds it from the descriptors.
 #pragma once
 
+#include <cstdlib>
+#include <deque>
 #include <span>
 
 #include "arena.h"
@@ -11,9 +13,15 @@
 
 namespace mprollout {
 
+// What a published field is made from: anything with `bytes` and a write(to) of exactly so many. write() may throw: nothing
+// was published then, and the claim stands.
 struct Field {
     const void* data;
     std::uint64_t bytes;
+
+    void write(unsigned char* to) const {
+        if (bytes != 0) std::memcpy(to, data, bytes);
+    }
 };
 
 // A payload: PayloadHeader, then one FieldPlace a field, then the fields, each at a multiple of kUnit.
@@ -26,13 +34,15 @@ struct FieldPlace {
 };
 static_assert(sizeof(PayloadHeader) == 16 && sizeof(FieldPlace) == 16);
 
-inline std::uint64_t payload_bytes(std::span<const Field> fields) {
+template <class Source>
+std::uint64_t payload_bytes(std::span<const Source> fields) {
     std::uint64_t at = sizeof(PayloadHeader) + fields.size() * sizeof(FieldPlace);
-    for (const Field& f : fields) at = round_up(at, kUnit) + f.bytes;
+    for (const Source& f : fields) at = round_up(at, kUnit) + f.bytes;
     return round_up(at, kUnit);
 }
 
-inline void write_payload(unsigned char* to, std::uint64_t ticket, std::span<const Field> fields) {
+template <class Source>
+void write_payload(unsigned char* to, std::uint64_t ticket, std::span<const Source> fields) {
     const PayloadHeader header{static_cast<std::uint32_t>(fields.size()), 0, ticket};
     std::memcpy(to, &header, sizeof header);
     std::uint64_t at = sizeof header + fields.size() * sizeof(FieldPlace);
@@ -40,10 +50,12 @@ inline void write_payload(unsigned char* to, std::uint64_t ticket, std::span<con
         at = round_up(at, kUnit);
         const FieldPlace place{at, fields[i].bytes};
         std::memcpy(to + sizeof header + i * sizeof place, &place, sizeof place);
-        if (place.bytes != 0) std::memcpy(to + at, fields[i].data, place.bytes);
+        fields[i].write(to + at);
         at += place.bytes;
     }
 }
+
+constexpr int kPoison = 0xee;
 
 struct Claim {
     std::uint64_t entry, word, ticket, descriptor, extent;
@@ -55,7 +67,7 @@ using ClaimPtr = std::shared_ptr<Claim>;
 class Producer {
 public:
     Producer(MappingPtr mapping, std::uint64_t worker)
-        : m_(std::move(mapping)), worker_(worker), arena_(m_->arena_room()), pid_(::getpid()) {
+        : m_(std::move(mapping)), worker_(worker), arena_(m_->arena_room(), m_->shape().max_group_bytes) {
         check_range("Producer: worker", worker, 0, m_->shape().workers - 1);
         incarnation_ = m_->control(worker).incarnation.fetch_add(1, std::memory_order_relaxed) + 1;
         const std::vector<char> live = live_descriptors(*m_, worker);
@@ -71,6 +83,8 @@ public:
                                         x.extent_bytes, " bytes"));
             live_.push_back(d);
         }
+        const char* poison = std::getenv("MPROLLOUT_POISON");
+        poison_ = poison != nullptr && std::strcmp(poison, "1") == 0;
     }
 
     ClaimPtr claim() {
@@ -80,8 +94,8 @@ public:
                                           " to be the last, got ",
                                           m_->control(worker_).incarnation.load(std::memory_order_relaxed)));
         starved_ = false;
-        // [K2] [K3] of the model: a look at each word, then at its record
-        auto ready = lowest_ready(*m_);
+        // [K2] [K3] of the model: a look at the words, then at a record
+        auto ready = finder_.find(*m_);
         if (!ready) return nullptr;
         // [K1]
         const auto extent = reserve();
@@ -89,7 +103,7 @@ public:
             starved_ = true;
             return nullptr;
         }
-        for (; ready; ready = lowest_ready(*m_)) {
+        for (; ready; ready = finder_.find(*m_)) {
             Entry mine = Entry::unpack(ready->word);
             mine.state = RUNNING;
             mine.worker = worker_;
@@ -103,11 +117,14 @@ public:
             ++claims_;
             return claim;
         }
-        arena_.free(*extent, m_->shape().max_group_bytes);
+        arena_.free(*extent, arena_.allocation());
         return nullptr;
     }
 
-    bool publish(Claim& claim, std::span<const Field> fields) {
+    bool publish(Claim& claim, std::span<const Field> fields) { return publish_from<Field>(claim, fields); }
+
+    template <class Source>
+    bool publish_from(Claim& claim, std::span<const Source> fields) {
         if (!alive(claim)) return false;
         const std::uint64_t bytes = payload_bytes(fields);
         if (bytes > m_->shape().max_group_bytes)
@@ -136,7 +153,7 @@ public:
             return false;
         }
         Word& sequence = m_->control(worker_).sequence;
-        const std::uint64_t mine = (sequence.load(std::memory_order_relaxed) + 1) % kSequences;
+        const std::uint64_t mine = sequence.load(std::memory_order_relaxed) % kSequences + 1;
         // [P4]
         sequence.store(mine,
                        std::memory_order_relaxed);  // raised before use: a successor after a death does not repeat it
@@ -146,8 +163,7 @@ public:
             throw std::logic_error(text("publish: expected a free cell among ", m_->shape().cells, " for at most ",
                                         m_->shape().entries, " entries, got a full index"));
         }
-        const std::uint64_t reserved = round_up(m_->shape().max_group_bytes, kUnit);
-        arena_.free(claim.extent + bytes, reserved - bytes);
+        arena_.free(claim.extent + bytes, arena_.allocation() - bytes);
         live_.push_back(claim.descriptor);
         claim.owner = nullptr;
         --claims_;
@@ -180,6 +196,7 @@ public:
         next.worker = 0;
         // [K6]
         const bool done = hand_over(m_->table_word(claim.entry), claim.word, next.pack());
+        if (done) shake(*m_);
         drop(claim);
         return done;
     }
@@ -195,6 +212,7 @@ public:
         next.reason = reason;
         // [K7] [N1] [N2] [N3]
         const bool done = hand_over(m_->table_word(claim.entry), claim.word, next.pack());
+        if (done) note_ended(*m_, claim.entry);
         drop(claim);
         if (done) wake_taker(*m_);
         return done;
@@ -222,15 +240,15 @@ public:
     std::uint64_t claims() const { return claims_; }
     std::uint64_t incarnation() const { return incarnation_; }
     std::uint64_t free_bytes() {
-        if (::getpid() == pid_) reclaim(live_.size());
+        if (forks_before == forks_) reclaim(live_.size(), live_.size());
         return arena_.free_bytes();
     }
 
 private:
     void check_process() const {
-        if (::getpid() != pid_)
-            throw std::runtime_error(text("Producer of worker ", worker_, ": expected process ", pid_,
-                                          " that made it, got its forked child ", ::getpid()));
+        if (forks_before != forks_)
+            throw std::runtime_error(text("Producer of worker ", worker_,
+                                          ": expected the process that made it, got its forked child ", ::getpid()));
     }
 
     bool superseded() const { return m_->control(worker_).incarnation.load(std::memory_order_relaxed) != incarnation_; }
@@ -248,7 +266,7 @@ private:
     }
 
     void drop(Claim& claim) {
-        arena_.free(claim.extent, m_->shape().max_group_bytes);
+        give_room_back(claim.extent, arena_.allocation());
         free_.push_back(claim.descriptor);
         claim.owner = nullptr;
         --claims_;
@@ -256,41 +274,48 @@ private:
 
     // The extent; its descriptor is free_.back(). A few released ones are collected each time, all only when room lacks.
     std::optional<std::uint64_t> reserve() {
-        constexpr std::size_t kFew = 16;
-        reclaim(kFew);
+        constexpr std::size_t kFew = 16, kMisses = 2;
+        reclaim(kFew, kMisses);
         for (int full = 0;; ++full) {
             if (!free_.empty())
-                if (auto extent = arena_.allocate(m_->shape().max_group_bytes)) return extent;
+                if (auto extent = arena_.allocate()) return extent;
             if (full == 1) return std::nullopt;
-            reclaim(live_.size());
+            reclaim(live_.size(), live_.size());
         }
     }
 
-    void reclaim(std::size_t looks) {
+    // Oldest first: what is released in about the order of publication is found at the first look.
+    void reclaim(std::size_t looks, std::size_t misses) {
         for (looks = std::min(looks, live_.size()); looks > 0; --looks) {
-            if (cursor_ >= live_.size()) cursor_ = 0;
-            const std::uint64_t d = live_[cursor_];
+            const std::uint64_t d = live_.front();
+            live_.pop_front();
             const Descriptor& x = m_->descriptor(worker_, d);
             // [K1]
             // seq_cst: acquires the taker's last reads of the extent; and see set_idle.
-            if (x.word.load(std::memory_order_seq_cst) != kReleased) {
-                ++cursor_;
+            if (x.word.load(std::memory_order_seq_cst) == kReleased) {
+                give_room_back(x.extent_offset, x.extent_bytes);
+                free_.push_back(d);
                 continue;
             }
-            arena_.free(x.extent_offset, x.extent_bytes);
-            free_.push_back(d);
-            live_[cursor_] = live_.back();
-            live_.pop_back();
+            live_.push_back(d);
+            if (misses-- <= 1) return;
         }
+    }
+
+    // Poisoned here and not by the taker: from RELEASED on, the memory is this worker's alone.
+    void give_room_back(std::uint64_t extent, std::uint64_t bytes) {
+        if (poison_) std::memset(m_->arena(worker_) + extent, kPoison, bytes);
+        arena_.free(extent, bytes);
     }
 
     MappingPtr m_;
     std::uint64_t worker_, incarnation_ = 0, claims_ = 0;
     Arena arena_;
-    std::vector<std::uint64_t> free_, live_;  // descriptors; a claimed one is in neither
-    std::size_t cursor_ = 0;
-    bool starved_ = false;
-    pid_t pid_;
+    Finder finder_;
+    std::vector<std::uint64_t> free_;  // descriptors; a claimed one is in neither
+    std::deque<std::uint64_t> live_;
+    bool starved_ = false, poison_ = false;
+    std::uint64_t forks_ = forks_before;
 };
 
 }  // namespace mprollout

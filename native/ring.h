@@ -7,7 +7,6 @@
 
 #include <linux/futex.h>
 #include <sched.h>
-#include <time.h>
 
 #include <set>
 #include <utility>
@@ -22,15 +21,15 @@ namespace mprollout {
 //
 // ABA: a publisher's CAS names the word that it read, with the tag of the previous lap. To be fooled it must sleep while
 // the cell returns to that very word: a multiple of 2^24 laps later, filled by the same worker with the same descriptor and
-// the same sequence. The sequence runs modulo an odd number, so even for one lone worker in a ring of one cell both agree
-// again only after 2^24 * (2^20 - 3) publications: 5 years at 100,000 a second.
+// the same sequence. The sequences are an odd number, so even for one lone worker in a ring of one cell both agree again only
+// after 2^24 * (2^20 - 1) publications: 5 years at 100,000 a second. None is 0, so no word of a publisher is zeroed memory.
 struct Cell {
     std::uint64_t tag, worker, descriptor, sequence;
 
     static constexpr Cell unpack(std::uint64_t w) { return {w >> 40, w >> 34 & 0x3f, w >> 20 & 0x3fff, w & 0xfffff}; }
     constexpr std::uint64_t pack() const { return tag << 40 | worker << 34 | descriptor << 20 | sequence; }
 };
-constexpr std::uint64_t kTags = 1 << 24, kSequences = (1 << 20) - 3;
+constexpr std::uint64_t kTags = 1 << 24, kSequences = (1 << 20) - 1;  // sequences 1..kSequences
 static_assert(kMaxWorkers == 1 << 6 && kMaxDescriptors == 1 << 14 && kSequences < 1 << 20 && kSequences % 2 == 1);
 static_assert(Cell{5, 6, 7, 8}.pack() == (5ULL << 40 | 6ULL << 34 | 7ULL << 20 | 8ULL));
 
@@ -49,9 +48,15 @@ inline bool filled(const Mapping& m, std::uint64_t position) {
 
 // ---- waking the taker
 
-inline void futex_wake(const Mapping& m) {
+// The two ways in which the taker may sleep. Both come behind the bump; the eventfd is for one that polls (Consumer.arm), and
+// keeps what was written until it is read, so it needs no look at the sequence by the kernel.
+inline void wake_sleeper(const Mapping& m) {
     ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
               0);  // shared between processes: not PRIVATE
+    const std::uint64_t one = 1;
+    if (m.taker_bell() >= 0) {
+        [[maybe_unused]] const ssize_t n = ::write(m.taker_bell(), &one, sizeof one);  // EAGAIN: it rings already
+    }
 }
 
 // News for the taker that is not a group (an ending, a fault, a recovery).
@@ -62,7 +67,7 @@ inline void wake_taker(const Mapping& m) {
     // [N2] bump
     m.hot().wake_sequence.fetch_add(1, std::memory_order_seq_cst);
     // [N3] wake, armed or not: a publisher may have died between its CAS of wake_at and its own wake
-    futex_wake(m);
+    wake_sleeper(m);
 }
 
 // After the tail was seen at `reached` or beyond. seq_cst: CAS(tail), won or lost, then this load; the taker arms wake_at,
@@ -75,7 +80,7 @@ inline void fire(const Mapping& m, std::uint64_t reached) {
     if (!m.hot().wake_at.compare_exchange_strong(armed, kNever, std::memory_order_seq_cst)) return;
     // [F3] bump [F4] wake
     m.hot().wake_sequence.fetch_add(1, std::memory_order_seq_cst);
-    futex_wake(m);
+    wake_sleeper(m);
 }
 
 // ---- publishing
@@ -198,8 +203,11 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
         entry.reason = over ? reason : 0;
         if (!over) entry.worker = 0;
         // [R3]
-        if (hand_over(word, w, entry.pack())) (over ? result.failed : result.reissued).push_back(ticket);
+        if (!hand_over(word, w, entry.pack())) continue;
+        (over ? result.failed : result.reissued).push_back(ticket);
+        if (over) note_ended(m, e);
     }
+    shake(m);  // what is READY again, and what the dead one ended or gave back and did not say
     // [R4]
     help_tail(m);
     // [R5]; the keeper then rings the bells [R6]
@@ -208,12 +216,6 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
 }
 
 // ---- waiting, by the one taker
-
-inline std::int64_t now_ns() {
-    timespec t{};
-    ::clock_gettime(CLOCK_MONOTONIC, &t);
-    return static_cast<std::int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
 
 inline bool several_cpus() {
     static const bool several = [] {
@@ -247,19 +249,29 @@ inline void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
     }
 }
 
-// One bounded sleep. May return for any reason; the caller looks again.
-inline void sleep_slice(const Mapping& m, std::uint64_t target, std::uint32_t seen, std::int64_t ns) {
+inline void disarm(const Mapping& m) {
+    // [S6]
+    m.hot().wake_at.store(kNever, std::memory_order_seq_cst);
+}
+
+// Arm, then look. False: there is something to see already, nothing was armed.
+inline bool arm(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
     Word& wake_at = m.hot().wake_at;
     // [S1]
     wake_at.store(target, std::memory_order_seq_cst);  // arm, then look: pairs with fire() and wake_taker()
     // [S2] [S3] [S4]
-    if (!reached(m, target) && !news_since(m, seen)) {
-        const timespec t{static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
-        // [S5]
-        ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAIT, seen, &t, nullptr, 0);
-    }
-    // [S6]
-    wake_at.store(kNever, std::memory_order_seq_cst);
+    if (!reached(m, target) && !news_since(m, seen)) return true;
+    disarm(m);
+    return false;
+}
+
+// One bounded sleep. May return for any reason; the caller looks again.
+inline void sleep_slice(const Mapping& m, std::uint64_t target, std::uint32_t seen, std::int64_t ns) {
+    if (!arm(m, target, seen)) return;
+    const timespec t{static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+    // [S5]
+    ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAIT, seen, &t, nullptr, 0);
+    disarm(m);
 }
 
 }  // namespace mprollout

@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 #include <linux/memfd.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -52,12 +53,17 @@ struct OutOfMemory : std::runtime_error {
 };
 
 constexpr std::uint64_t kMagic = 0x314c4f52504d0a1aULL;  // little endian on disk: 1a 0a "MPROL1"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::uint32_t kEndianness = 0x01020304;
 constexpr std::uint64_t kPage = 4096, kHeaderBytes = kPage, kUnit = 64, kStatWords = 64;
 constexpr std::uint64_t kMaxWorkers = 64, kMaxEntries = 1 << 20, kMaxCells = 1 << 24, kMaxDescriptors = 1 << 14;
 constexpr std::uint64_t kMaxSchema = 1 << 24;
 constexpr std::uint64_t kNever = ~0ULL;  // wake_at: the taker is awake
+
+// How many forks lie between this process and the one that loaded the core. What belongs to a process remembers it, so that
+// a forked child's copy does nothing; getpid() would be a system call in every release.
+inline std::uint64_t forks_before = 0;
+inline const bool watching_forks = ::pthread_atfork(nullptr, nullptr, [] { ++forks_before; }) == 0;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -69,10 +75,10 @@ static_assert(sizeof(Shape) == 64);
 
 // Where it lies, in bytes from the start of the segment; a pure function of Shape.
 struct Offsets {
-    std::uint64_t hot, global_words, worker_words, controls, table_words, table_records, index, descriptors, schema,
-        prompts, prompt_stride, arenas, arena_stride, size;
+    std::uint64_t hot, global_words, worker_words, controls, table_words, table_records, admissions, endings, index,
+        descriptors, schema, prompts, prompt_stride, arenas, arena_stride, size;
 };
-static_assert(sizeof(Offsets) == 14 * 8);
+static_assert(sizeof(Offsets) == 16 * 8);
 
 struct Header {
     std::uint64_t magic;  // stored last
@@ -80,11 +86,11 @@ struct Header {
     std::uint64_t checksum;  // FNV-1a of everything behind it in the header, then of the schema
     Shape shape;
     Offsets offsets;
-    std::uint64_t features;  // reserved: NUMA, mlock, rank bits; 0 in version 1
-    std::uint8_t reserved[kHeaderBytes - 208];
+    std::uint64_t features;  // reserved: NUMA, mlock, rank bits, spin; 0 in version 2
+    std::uint8_t reserved[kHeaderBytes - 224];
 };
 static_assert(sizeof(Header) == kHeaderBytes && offsetof(Header, checksum) == 16 && offsetof(Header, shape) == 24 &&
-              offsetof(Header, offsets) == 88 && offsetof(Header, features) == 200);
+              offsetof(Header, offsets) == 88 && offsetof(Header, features) == 216);
 
 using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8 && std::atomic<std::uint32_t>::is_always_lock_free);
@@ -98,8 +104,10 @@ struct Hot {
     alignas(128) Word idle;                                 // bit w: worker w said that it sleeps
     alignas(128) Word taker;                                // pid and start time of the process that takes; 0: nobody
     alignas(128) Word taker_epoch;                          // counts the takers; stamps TAKEN words
+    alignas(128) Word admitted;                             // the next position in `admissions`; the admitter
+    alignas(128) Word front;                                // {shakes:24, position:40}: see Front in table.h
 };
-static_assert(sizeof(Hot) == 7 * 128 && offsetof(Hot, head) == 128 && offsetof(Hot, taker_epoch) == 6 * 128);
+static_assert(sizeof(Hot) == 9 * 128 && offsetof(Hot, head) == 128 && offsetof(Hot, front) == 8 * 128);
 
 // What survives a worker's process: written by its Producer alone.
 struct alignas(64) Control {
@@ -107,6 +115,13 @@ struct alignas(64) Control {
     Word sequence;     // of the index words; raised before the word is used, so that no death repeats one
 };
 static_assert(sizeof(Control) == 64);
+
+// Bits of entries that ended since the last sweep, and above them one bit for each word of such bits that is not 0.
+struct EndedBits {
+    std::uint64_t words, summary;  // how many
+
+    constexpr explicit EndedBits(std::uint64_t entries) : words((entries + 63) / 64), summary((words + 63) / 64) {}
+};
 
 // The ticket behind a table word; valid for one generation of that word.
 struct Record {
@@ -163,6 +178,8 @@ inline Offsets plan(const Shape& s) {
     o.controls = place(s.workers * sizeof(Control), 128);
     o.table_words = place(s.entries * 8, 128);
     o.table_records = place(s.entries * sizeof(Record), 128);
+    o.admissions = place(s.cells * 8, 128);
+    o.endings = place((EndedBits(s.entries).words + EndedBits(s.entries).summary) * 8, 128);
     o.index = place(s.cells * 8, 128);
     o.descriptors = place(s.workers * s.descriptors * sizeof(Descriptor), 128);
     o.schema = place(s.schema_bytes, 128);
@@ -218,12 +235,14 @@ public:
         return m;
     }
 
-    static std::shared_ptr<Mapping> attach(int foreign_fd) {
+    // Read only: for monitors. Works with a descriptor that was opened for reading, too.
+    static std::shared_ptr<Mapping> attach(int foreign_fd, bool read_only = false) {
         const int fd = ::fcntl(foreign_fd, F_DUPFD_CLOEXEC, 3);
         if (fd < 0)
             throw SegmentError(
                 text("segment: expected an open memfd, got fd ", foreign_fd, ": ", std::strerror(errno)));
         std::shared_ptr<Mapping> m(new Mapping(fd, Shape{}, Offsets{}, std::string()));
+        m->read_only_ = read_only;
         struct stat st{};
         if (::fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
             throw SegmentError(text("segment: expected a memfd, got another kind of file as fd ", foreign_fd));
@@ -263,6 +282,7 @@ public:
     }
 
     ~Mapping() {
+        set_taker_bell(-1);
         if (base_ != nullptr) ::munmap(base_, offsets_.size);
         close_fd();
     }
@@ -274,7 +294,20 @@ public:
         fd_ = -1;
     }
 
+    // The taker's eventfd, as this process has it: whoever wakes the taker writes it, too. A duplicate; -1: none.
+    void set_taker_bell(int foreign_fd) {
+        const int fd = foreign_fd < 0 ? -1 : ::fcntl(foreign_fd, F_DUPFD_CLOEXEC, 3);
+        if (foreign_fd >= 0 && fd < 0)
+            throw std::invalid_argument(
+                text("taker_bell: expected an eventfd, got fd ", foreign_fd, ": ", std::strerror(errno)));
+        if (taker_bell_ >= 0) ::close(taker_bell_);
+        taker_bell_ = fd;
+    }
+    int taker_bell() const { return taker_bell_; }
+
     int fd() const { return fd_; }
+    bool read_only() const { return read_only_; }
+    std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(base_); }
     const Shape& shape() const { return shape_; }
     const Offsets& offsets() const { return offsets_; }
     const std::string& schema() const { return schema_; }
@@ -287,6 +320,11 @@ public:
     Control& control(std::uint64_t w) const { return at<Control>(offsets_.controls)[w]; }
     Word& table_word(std::uint64_t e) const { return at<Word>(offsets_.table_words)[e]; }
     Record& record(std::uint64_t e) const { return at<Record>(offsets_.table_records)[e]; }
+    Word& admission(std::uint64_t position) const {
+        return at<Word>(offsets_.admissions)[position & (shape_.cells - 1)];
+    }
+    Word& ended_word(std::uint64_t i) const { return at<Word>(offsets_.endings)[i]; }
+    Word& ended_summary(std::uint64_t i) const { return ended_word(EndedBits(shape_.entries).words + i); }
     Word& cell(std::uint64_t position) const { return at<Word>(offsets_.index)[position & (shape_.cells - 1)]; }
     Descriptor& descriptor(std::uint64_t w, std::uint64_t d) const {
         return at<Descriptor>(offsets_.descriptors)[w * shape_.descriptors + d];
@@ -299,8 +337,8 @@ public:
     }
     std::uint64_t arena_room() const { return round_up(shape_.arena_bytes, kUnit); }
 
-    // Live views over leased memory in this process: while there are any, their leases must not change hands.
-    std::atomic<std::int64_t> views{0};
+    // Groups with live views in this process: while there are any, their leases must not change hands. Under the GIL.
+    std::int64_t viewed = 0;
 
 private:
     Mapping(int fd, const Shape& shape, const Offsets& offsets, std::string schema)
@@ -337,7 +375,8 @@ private:
     }
 
     bool map() {
-        void* p = ::mmap(nullptr, offsets_.size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+        const int protection = read_only_ ? PROT_READ : PROT_READ | PROT_WRITE;
+        void* p = ::mmap(nullptr, offsets_.size, protection, MAP_SHARED, fd_, 0);
         if (p == MAP_FAILED) return false;
         base_ = static_cast<unsigned char*>(p);
         ::madvise(p, offsets_.size, MADV_HUGEPAGE);  // an attempt: the system may forbid huge pages in shared memory
@@ -376,6 +415,8 @@ private:
     Offsets offsets_;
     std::string schema_;
     unsigned char* base_ = nullptr;
+    bool read_only_ = false;
+    int taker_bell_ = -1;
 };
 
 using MappingPtr = std::shared_ptr<Mapping>;

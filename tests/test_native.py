@@ -1,5 +1,6 @@
 """The native core: FIFO, exactly once through deaths, memory that stays under views, a taker that sleeps and wakes."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -302,7 +304,7 @@ def test_payload_layout_is_the_documented_one(rig: Rig) -> None:
     assert lease.nbytes == 192
     assert table.tolist() == [3, 258, 64, 3, 128, 0, 128, 1]
     assert raw[at + 128 : at + 129] == b"d"
-    assert raw[:16] == bytes.fromhex("1a0a4d50524f4c3101000000") + bytes([4, 3, 2, 1])
+    assert raw[:16] == bytes.fromhex("1a0a4d50524f4c3102000000") + bytes([4, 3, 2, 1])
 
 
 def test_group_too_large_leaves_the_claim_usable(rig: Rig) -> None:
@@ -477,7 +479,7 @@ def test_descriptors_and_files_stay_constant_over_many_groups(rig: Rig) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = files()
-    for ticket in range(20_000):
+    for ticket in range(100_000):
         rig.publish(ticket)
         lease = rig.take()
         assert lease.field(0, "int64")[0] == ticket
@@ -488,6 +490,99 @@ def test_descriptors_and_files_stay_constant_over_many_groups(rig: Rig) -> None:
     assert rig.producer.free_bytes == rig.segment.arena_bytes
 
 
+def test_batches_are_taken_exactly_or_not_at_all(rig: Rig) -> None:
+    """A drain that took more than was needed lost the rest."""
+    rig.publish(*range(5))
+    assert rig.consumer.available() == 5
+    assert rig.consumer.peek(9) == [0, 1, 2, 3, 4]
+    assert rig.consumer.try_take(6) == [] and rig.segment.pending() == 5
+    first = rig.consumer.try_take(3)
+    assert [lease.ticket for lease in first] == [*rig.consumer.peek(0), 0, 1, 2]
+    assert rig.consumer.held() == first and rig.consumer.peek(1) == [3]
+    start = time.monotonic()
+    assert rig.consumer.take(3, 0.1) == []
+    assert time.monotonic() - start >= 0.1
+    thread = threading.Thread(target=rig.publish, args=(5,))
+    thread.start()
+    assert [lease.ticket for lease in rig.consumer.take(3, None)] == [3, 4, 5]
+    thread.join()
+    for wrong in (0, -1, 1 << 40):
+        with pytest.raises(ValueError, match="count"):
+            rig.consumer.try_take(wrong)
+
+
+def test_adopted_groups_count_as_available(rig: Rig) -> None:
+    """An adopted backlog is part of what a batch can be made from."""
+    rig.publish(*range(6))
+    held = rig.consumer.try_take(4)
+    rig.consumer.deliver(held[:1])
+    rig.consumer.close()
+    del held
+    consumer = native.Consumer(rig.segment)
+    assert (consumer.available(), rig.segment.pending()) == (5, 2)
+    assert consumer.peek(8) == [1, 2, 3, 4, 5]
+    assert consumer.try_take(6) == []
+    assert consumer.wait(5, consumer.news(), 0) and not consumer.wait(6, consumer.news(), 0)
+    assert [lease.ticket for lease in consumer.try_take(5)] == [1, 2, 3, 4, 5]
+    consumer.close()
+
+
+def test_held_groups_are_found_by_ticket_in_any_order_of_delivery(rig: Rig) -> None:
+    dice, waiting = random.Random(3), []
+    for round_ in range(60):
+        tickets = [8 * round_ + i for i in range(dice.randrange(1, 9 - len(waiting)))] if len(waiting) < 8 else []
+        rig.publish(*tickets)
+        waiting += tickets
+        if tickets:
+            rig.consumer.try_take(len(tickets))
+        assert [lease.ticket for lease in rig.consumer.held()] == waiting
+        assert rig.consumer.find(-5) is None
+        for ticket in dice.sample(waiting, dice.randrange(len(waiting) + 1)):
+            lease = rig.consumer.find(ticket)
+            assert lease is not None and lease.ticket == ticket
+            rig.consumer.deliver([lease])
+            assert rig.consumer.find(ticket) is None
+            waiting.remove(ticket)
+            lease.release()
+        rig.admitter.sweep()
+
+
+def test_views_and_releases_of_a_whole_batch(rig: Rig) -> None:
+    rig.publish(*range(4))
+    leases = rig.consumer.try_take(4)
+    rows = native.views(leases, ["<i8"])
+    assert [row[0].tolist() for row in rows] == [[ticket] * 16 for ticket in range(4)]
+    assert not rows[0][0].flags.writeable and len(rows[0]) == 1
+    with pytest.raises(RuntimeError, match="undelivered"):
+        native.release(leases)
+    rig.consumer.deliver(leases)
+    kept = rows[2][0][3:5]
+    del rows
+    assert native.release(leases) == 1
+    assert native.release(leases) == 1
+    assert kept.tolist() == [2, 2]
+    del kept
+    assert native.release(leases) == 0
+    assert rig.producer.free_bytes == rig.segment.arena_bytes
+    with pytest.raises(RuntimeError, match="not released"):
+        native.views(leases, ["<i8"])
+    for call in (native.release, rig.consumer.deliver, lambda x: native.views(x, [])):
+        with pytest.raises(TypeError, match=r"leases\[1\]: expected a Lease"):
+            call([leases[0], 7])
+
+
+def test_views_of_fields_that_are_not_there_are_refused(rig: Rig) -> None:
+    rig.publish(1)
+    [lease] = rig.consumer.try_take(1)
+    with pytest.raises(IndexError, match="below 1"):
+        native.views([lease], ["<i8", "<i8"])
+    for dtype in ("O", "V0", "no type"):
+        with pytest.raises((ValueError, TypeError)):
+            native.views([lease], [dtype])
+    rig.consumer.deliver([lease])
+    assert lease.release() == 0
+
+
 def test_statistics_words_are_shared_and_writable(rig: Rig) -> None:
     other = native.Segment.attach(rig.segment.fd)
     rig.segment.global_words[63] = -7
@@ -496,6 +591,173 @@ def test_statistics_words_are_shared_and_writable(rig: Rig) -> None:
     assert (other.global_words.format, other.global_words.shape) == ("q", (64,))
     with pytest.raises(ValueError, match=r"expected 0\.\.1, got 2"):
         other.worker_words(2)
+
+
+# ---- from Python's lists
+
+TYPES = {"|u1": (0, 255), "<i4": (-(1 << 31), (1 << 31) - 1), "<i8": (-(1 << 63), (1 << 63) - 1)}
+
+
+def through(rig: Rig, field: Any, dtype: str) -> list[Any]:
+    """What arrives of one field."""
+    rig.admitter.sweep()
+    assert rig.admitter.admit(through.ticket, b"")  # type: ignore[attr-defined]
+    through.ticket += 1  # type: ignore[attr-defined]
+    claim = rig.claim()
+    try:
+        assert rig.producer.publish(claim, [b"before", field, b"after"])
+    except BaseException:
+        assert claim.current
+        rig.producer.end(claim, native.FAILED, 1)
+        raise
+    lease = rig.take()
+    rig.consumer.deliver([lease])
+    assert (bytes(lease.field(0, "|u1")), bytes(lease.field(2, "|u1"))) == (b"before", b"after")
+    return lease.field(1, dtype).tolist()
+
+
+through.ticket = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_lists_of_whole_numbers_arrive_exactly(rig: Rig, dtype: str) -> None:
+    low, high = TYPES[dtype]
+    dice = random.Random(1)
+    numbers = [low, high, 0, 1, True, *(dice.randint(low, high) >> dice.randrange(60) for _ in range(99))]
+    numbers = [min(max(n, low), high) for n in numbers]
+    raw = np.array(numbers[:7], dtype)
+    for parts in ([numbers], [numbers, [], tuple(numbers)], [numbers[:1], raw, bytes(raw), numbers], (), [[]]):
+        want = [int(n) for part in parts for n in (np.frombuffer(part, dtype) if isinstance(part, bytes) else part)]
+        assert through(rig, (dtype, parts), dtype) == want
+    for wrong in (low - 1, high + 1):
+        with pytest.raises((ValueError, OverflowError)):
+            through(rig, (dtype, [[1, wrong]]), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+def test_lists_of_real_numbers_and_of_triples_arrive_exactly(rig: Rig, dtype: str) -> None:
+    """SGLang's output_token_logprobs: [logprob, token id, None]."""
+    dice = random.Random(2)
+    numbers = [0.0, -1e30, 7, float("-inf"), *(-dice.expovariate(1) for _ in range(99))]
+    want = np.array(numbers, dtype).tolist()
+    triples = [[x, i, None] if i % 2 else (x, i, "text") for i, x in enumerate(numbers)]
+    assert through(rig, (dtype, [numbers]), dtype) == want
+    assert through(rig, (dtype, [triples, numbers]), dtype) == want + want
+    assert native.first_of_each(triples) == numbers == native.first_of_each(tuple(triples))
+    for rows in ([[]], [1.0], ["ab"]):
+        with pytest.raises(TypeError, match="first_of_each"):
+            native.first_of_each(rows)
+
+
+def test_numbers_that_only_python_can_convert_are_converted(rig: Rig) -> None:
+    class Odd:
+        def __index__(self) -> int:
+            return 7
+
+    assert through(rig, ("<i4", [[1, np.int64(2), Odd()], [np.uint8(3)]]), "<i4") == [1, 2, 7, 3]
+    assert through(rig, ("<f4", [[np.float32(0.5), np.float64(1.5), [np.float16(2), 3]]]), "<f4") == [0.5, 1.5, 2]
+
+
+def test_a_list_that_changes_while_it_is_converted_is_measured_again(rig: Rig) -> None:
+    class Grows:
+        def __index__(self) -> int:
+            other.extend([9] * 500)
+            return 1
+
+    other = [5]
+    assert through(rig, ("<i4", [[Grows()], other]), "<i4") == [1, 5] + [9] * 500
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (("<i4", [[1, 2.0]]), TypeError, "part 0: expected a number, got float at 1"),
+        (("<i4", [[1], [None]]), TypeError, "part 1: expected a number, got NoneType at 0"),
+        (("<i4", [[[1]]]), TypeError, "got list"),
+        (("<f4", [["1.0"]]), TypeError, "got str"),
+        (("<f4", [[[None, 5, None]]]), TypeError, "got NoneType"),
+        (("<f4", [1.0]), TypeError, "part 0: expected a C-contiguous buffer, got float"),
+        (("<f4", [np.zeros(3)]), ValueError, "part 0: expected a buffer of <f4 items"),
+        (("<i4", [b"abc"]), ValueError, "part 0: expected a buffer of <i4 items"),
+        (("<i2", [[1]]), ValueError, "got <i2"),
+        (("<i4",), TypeError, r"\(dtype, parts\)"),
+        (("|u1", [[256]]), ValueError, "fits 1 bytes, got 256 at 0"),
+        (np.array([object()]), ValueError, "without Python objects"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused_by_place(rig: Rig, wrong: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=r"arrays\[1\].*" + says if says[0] != "g" else says):
+        through(rig, wrong, "|u1")
+    assert rig.producer.free_bytes == rig.segment.arena_bytes
+
+
+def test_lists_beyond_the_extent_are_refused_before_a_byte(rig: Rig) -> None:
+    with pytest.raises(native.GroupTooLarge, match="8192 bytes"):
+        through(rig, ("<i8", [[1] * 1100]), "<i8")
+
+
+# ---- many entries, many claims
+
+
+def test_claims_stay_in_ticket_order_through_returns_and_late_admissions() -> None:
+    """The hints that spare a look at the whole table must neither hide a ticket nor change the order."""
+    rig = Rig(entries=64, cells=64, descriptors=64, max_group_bytes=256)
+    dice, ready, mine, ended, next_ticket = random.Random(4), set(), {}, 0, 1000
+    for _ in range(20_000):
+        step = dice.random()
+        if step < 0.45 and len(ready) + len(mine) < 64:
+            ticket = next_ticket + 1 if dice.random() < 0.95 else dice.choice([*range(1000)])
+            if ticket not in ready and ticket not in mine and rig.admitter.admit(ticket, b"%d" % ticket):
+                next_ticket = max(ticket, next_ticket)
+                ready.add(ticket)
+        elif step < 0.85:
+            claim = rig.producer.claim()
+            assert (claim is None) == (not ready)
+            if claim is not None:
+                assert claim.ticket == min(ready) and claim.prompt == b"%d" % claim.ticket
+                ready.remove(claim.ticket)
+                mine[claim.ticket] = claim
+        elif step < 0.9 and mine:
+            ticket, claim = mine.popitem()
+            assert rig.producer.give_back(claim)
+            ready.add(ticket)
+        elif step < 0.902:
+            assert sorted(native.recover(rig.segment, 0, 250, 1, False).reissued) == sorted(mine)
+            rig.producer = native.Producer(rig.segment, 0)
+            ready |= set(mine)
+            mine.clear()
+        elif mine:
+            ticket = dice.choice([*mine])
+            rig.producer.end(mine.pop(ticket), native.FILTERED, 5)
+            ended += 1
+        if dice.random() < 0.2:
+            ended -= len(rig.admitter.sweep())
+            assert ended == 0
+    rig.consumer.close()
+
+
+def test_a_return_reaches_another_worker_that_looked_before(rig: Rig) -> None:
+    other = native.Producer(rig.segment, 1)
+    for ticket in range(4):
+        rig.admitter.admit(ticket, b"")
+    claims = [rig.claim() for _ in range(3)]
+    assert rig.claim(other).ticket == 3 and other.claim() is None
+    assert rig.producer.give_back(claims[1])
+    assert rig.claim(other).ticket == 1
+    native.recover(rig.segment, 0, 3, 1)
+    assert [rig.claim(other).ticket for _ in range(2)] == [0, 2]
+    assert other.claim() is None
+
+
+def test_endings_are_swept_from_every_corner_of_a_large_table() -> None:
+    rig = Rig(entries=10_000, cells=16_384, descriptors=16_384, arena_bytes=1 << 22, max_group_bytes=128)
+    rig.admitter.sweep()
+    assert all(rig.admitter.admit(ticket, b"") for ticket in range(10_000))
+    claims = [rig.claim() for _ in range(10_000)]
+    for ticket in (9_999, 0, 63, 64, 4_095, 4_096, 8_191):
+        rig.producer.end(claims[ticket], native.FAILED, 1)
+    assert sorted(row[0] for row in rig.admitter.sweep()) == [0, 63, 64, 4_095, 4_096, 8_191, 9_999]
+    assert rig.admitter.sweep() == []
 
 
 # ---- death
@@ -723,7 +985,107 @@ def test_forked_child_leaves_everything(rig: Rig) -> None:
     assert rig.take().ticket == 2
 
 
+def test_forked_child_that_drops_everything_gives_nothing_back(rig: Rig) -> None:
+    """cpython#82300: a child's copies of the handles die with it, and with nothing else."""
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    rig.consumer.close()
+    rig.consumer = native.Consumer(rig.segment, bell)
+    rig.publish(1, 2)
+    leases = rig.consumer.try_take(2)
+    view = leases[0].field(0, "<i8")
+    rig.consumer.deliver(leases)
+    rig.producer.set_idle(True)
+    before = rig.producer.free_bytes
+
+    def child() -> None:
+        nonlocal view, leases
+        with pytest.raises(RuntimeError, match="forked child"):
+            rig.admitter.admit(3, b"")
+        with pytest.raises(RuntimeError, match="forked child"):
+            rig.admitter.sweep()
+        native.release(leases)
+        view = leases = None  # type: ignore[assignment]
+        rig.consumer.close()
+        rig.__dict__.clear()
+        gc.collect()
+
+    assert ended_well(fork(child))
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(bell)
+    assert rig.producer.free_bytes == before
+    assert view.tolist() == [1] * 16
+    assert native.release(leases) == 1
+    assert rig.producer.free_bytes > before
+    del view
+    assert rig.producer.free_bytes == rig.segment.arena_bytes
+    os.close(bell)
+
+
+def test_released_memory_is_poisoned_when_asked_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads released memory by an address it kept (a copy to a device, say) sees it."""
+
+    def raw() -> bytes:
+        return os.pread(rig.segment.fd, rig.segment.size_bytes, 0)
+
+    mark = bytes(range(1, 17)) * 8
+    for poison in (False, True):
+        monkeypatch.setenv("MPROLLOUT_POISON", "1" if poison else "0")
+        producer = native.Producer(rig.segment, 0)
+        rig.admitter.admit(poison, b"")
+        producer.publish(rig.claim(producer), [mark])
+        lease = rig.take()
+        rig.consumer.deliver([lease])
+        view, at = lease.field(0, "|u1"), raw().index(mark)
+        lease.release()
+        assert bytes(view) == mark and producer.free_bytes < rig.segment.arena_bytes
+        del view
+        assert producer.free_bytes == rig.segment.arena_bytes
+        assert raw()[at : at + 128] == (b"\xee" * 128 if poison else mark)
+
+
 # ---- the segment
+
+
+def test_monitors_attach_read_only(rig: Rig) -> None:
+    rig.publish(1)
+    rig.segment.global_words[3] = 9
+    fd = os.open(f"/proc/self/fd/{rig.segment.fd}", os.O_RDONLY)  # a monitor's own descriptor need not write
+    monitors = [native.Segment.attach(rig.segment.fd, read_only=True), native.Segment.attach(fd, True)]
+    os.close(fd)
+    for monitor in monitors:
+        assert monitor.read_only and not rig.segment.read_only
+        assert monitor.table() == rig.segment.table() and monitor.pending() == 1
+        assert monitor.global_words[3] == 9 and monitor.worker_words(1)[0] == 0 and monitor.idle_workers() == 0
+        with pytest.raises(TypeError, match="read-only"):
+            monitor.global_words[3] = 1
+        for refused in (
+            lambda m=monitor: native.Producer(m, 0),
+            lambda m=monitor: native.Consumer(m),
+            lambda m=monitor: native.Admitter(m),
+            lambda m=monitor: native.recover(m, 0, 1, 1),
+            monitor.wake_taker,
+        ):
+            with pytest.raises(ValueError, match="read-only"):
+                refused()
+
+
+def test_the_mapping_lies_where_it_says(rig: Rig) -> None:
+    import ctypes
+
+    assert rig.segment.address % 4096 == 0
+    assert ctypes.string_at(rig.segment.address, 8) == b"\x1a\nMPROL1"
+    view = memoryview((ctypes.c_char * rig.segment.size_bytes).from_address(rig.segment.address))
+    assert len(view) == rig.segment.size_bytes
+
+
+def test_huge_pages_are_used_where_the_system_grants_them() -> None:
+    granted = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    if not any(word in granted for word in ("[always]", "[within_size]", "[advise]", "[force]")):
+        pytest.skip(f"no huge pages in shared memory here: {granted.strip()}")
+    segment = make_segment(arena_bytes=64 << 20)
+    smaps = Path("/proc/self/smaps").read_text().split("memfd:mprollout")[-1]
+    mapped = next(line for line in smaps.splitlines() if line.startswith("ShmemPmdMapped:"))
+    assert int(mapped.split()[1]) >= (segment.arena_bytes >> 10)
 
 
 def test_segment_is_private_sealed_and_as_large_as_it_says() -> None:
@@ -1010,3 +1372,99 @@ def test_bell_rings_when_room_comes_back_to_idle_workers() -> None:
     with pytest.raises(ValueError, match="eventfd"):
         native.Consumer(rig.segment, 999_999)
     assert select.select([], [], [], 0) == ([], [], [])
+
+
+def test_asyncio_awaits_groups_by_the_takers_bell_without_a_thread(rig: Rig) -> None:
+    """Workers are other processes: each has the bell's descriptor, as the keeper hands it to them."""
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    with pytest.raises(RuntimeError, match="taker_bell"):
+        rig.consumer.arm(1, rig.consumer.news())
+    rig.segment.taker_bell = bell
+    go = os.pipe()
+
+    def worker() -> None:
+        producer = native.Producer(rig.segment, 1)
+        for i in range(3):
+            os.read(go[0], 1)
+            claim = producer.claim()
+            assert claim is not None
+            if i < 2:
+                assert producer.publish(claim, [b"x"])
+            else:
+                producer.end(claim, native.FAILED, 1)
+
+    async def taken(count: int) -> list[native.Lease]:
+        loop, rung, consumer = asyncio.get_running_loop(), asyncio.Event(), rig.consumer
+        loop.add_reader(rig.segment.taker_bell, rung.set)
+        try:
+            while True:
+                seen = consumer.news()
+                if leases := consumer.try_take(count):
+                    return leases
+                rung.clear()
+                if consumer.arm(count, seen):
+                    with pytest.raises(RuntimeError, match="one waiter"):
+                        consumer.wait(1, seen, 0)
+                    await rung.wait()  # no time-out here: a wake that is lost hangs the test
+                consumer.disarm()
+                if rig.words().get(2) == native.FAILED:
+                    return []
+        finally:
+            loop.remove_reader(rig.segment.taker_bell)
+
+    async def run() -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.01)
+
+        ticking = asyncio.create_task(tick())
+        taking = asyncio.create_task(taken(2))
+        await asyncio.sleep(0.1)
+        os.write(go[1], b"!")
+        await asyncio.sleep(0.1)
+        assert not taking.done()  # one is not two, and woke nobody
+        os.write(go[1], b"!")
+        assert [lease.ticket for lease in await asyncio.wait_for(taking, 20)] == [0, 1]
+        assert ticks > 5
+        taking = asyncio.create_task(taken(1))
+        await asyncio.sleep(0.05)
+        os.write(go[1], b"!")  # an ending is news
+        assert await asyncio.wait_for(taking, 20) == []
+        ticking.cancel()
+
+    for ticket in range(3):
+        rig.admitter.admit(ticket, b"")
+    pid = fork(worker)
+    asyncio.run(run())
+    assert ended_well(pid)
+    rig.segment.taker_bell = -1
+    assert rig.segment.taker_bell == -1
+    with pytest.raises(ValueError, match="eventfd"):
+        rig.segment.taker_bell = 999_999
+    for end in (*go, bell):
+        os.close(end)
+
+
+def test_arming_sees_what_is_there_already(rig: Rig) -> None:
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    rig.segment.taker_bell = bell
+    seen = rig.consumer.news()
+    rig.publish(1)
+    assert not rig.consumer.arm(1, seen)
+    assert rig.consumer.arm(2, seen)
+    rig.consumer.disarm()
+    rig.segment.wake_taker()
+    assert os.eventfd_read(bell) == 1
+    assert not rig.consumer.arm(2, seen)
+    assert rig.consumer.arm(2, rig.consumer.news())
+    rig.publish(2)
+    assert os.eventfd_read(bell) == 1
+    rig.consumer.disarm()
+    rig.publish(3)
+    with pytest.raises(BlockingIOError):  # nobody sleeps: no system call
+        os.eventfd_read(bell)
+    os.close(bell)

@@ -48,7 +48,7 @@ def test_two_turns_keep_tokens_masks_and_versions_aligned():
 
     asyncio.run(turns())
     assert talk.sample.token_ids == [10, 11, 12, 13, 14]
-    assert talk.sample.loss_mask == [1, 1, 0, 0, 1] and talk.sample.logprobs == [-1, -1, 0, 0, -1]
+    assert list(talk.sample.loss_mask) == [1, 1, 0, 0, 1] and talk.sample.logprobs == [-1, -1, 0, 0, -1]
     assert talk.sample.versions == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 5)]
     first, second = engine.requests
     assert (first.request_id, first.max_new_tokens, first.seed) == ("5.0.1.0", 4, 9)

@@ -237,7 +237,7 @@ private:
         for (std::uint64_t p = position - std::min(position, kCells); p < position; ++p)
             m->cell(p).store(Cell{tag_at(*m, p), 0, 0, 0}.pack());
         if (position > kCells)
-            for (std::uint64_t w = 0; w < kWorkers; ++w) m->control(w).sequence.store(kSequences - 1);
+            for (std::uint64_t w = 0; w < kWorkers; ++w) m->control(w).sequence.store(kSequences);
         return m;
     }
 

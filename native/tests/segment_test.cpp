@@ -15,22 +15,24 @@ namespace {
 void arena() {
     constexpr std::uint64_t kUnits = 200;
     std::mt19937_64 random(1);
-    Arena arena(kUnits * kUnit);
+    constexpr std::uint64_t kMost = 20;
+    Arena arena(kUnits * kUnit, kMost * kUnit);
     std::vector<char> used(kUnits, 0);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> live;
     for (int i = 0; i < 100000; ++i) {
         if (random() % 2 || live.empty()) {
-            const std::uint64_t bytes = 1 + random() % (20 * kUnit), units = round_up(bytes, kUnit) / kUnit;
+            const std::uint64_t bytes = 1 + random() % (kMost * kUnit), units = round_up(bytes, kUnit) / kUnit;
             std::uint64_t first = 0, run = 0;  // the lowest fit, by brute force
-            for (; first + units <= kUnits; ++first) {
-                for (run = 0; run < units && !used[first + run]; ++run) {
+            for (; first + kMost <= kUnits; ++first) {
+                for (run = 0; run < kMost && !used[first + run]; ++run) {
                 }
-                if (run == units) break;
+                if (run == kMost) break;
             }
-            const auto at = arena.allocate(bytes);
-            CHECK(at.has_value() == (first + units <= kUnits));
+            const auto at = arena.allocate();
+            CHECK(at.has_value() == (first + kMost <= kUnits));
             if (!at) continue;
             CHECK(*at == first * kUnit);
+            arena.free(*at + units * kUnit, (kMost - units) * kUnit);
             std::fill_n(used.begin() + first, units, 1);
             live.emplace_back(*at, bytes);
         } else {
@@ -42,7 +44,7 @@ void arena() {
         }
         CHECK(arena.free_bytes() == kUnit * std::count(used.begin(), used.end(), 0));
         if (i % 1000 == 0) {
-            Arena rebuilt(kUnits * kUnit);
+            Arena rebuilt(kUnits * kUnit, kMost * kUnit);
             for (const auto& [at, bytes] : live) CHECK(rebuilt.occupy(at, bytes));
             CHECK(rebuilt.free_bytes() == arena.free_bytes());
             for (const auto& [at, bytes] : live) CHECK(!rebuilt.occupy(at, bytes));
