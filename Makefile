@@ -11,6 +11,8 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 # Quiet where nobody watches; a progress bar where somebody does (the first set-up downloads gigabytes).
 PIP := $(PY) -m pip --disable-pip-version-check install $(if $(CI),-qq --progress-bar off)
+# Tests run side by side; those that start SGLang stay together on one of the processes.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist loadgroup
 # More arguments for the command behind a target: make test ARGS="-k ring -x"
 ARGS ?=
 
@@ -34,11 +36,11 @@ demo-controls: setup ## The demo's controls, which must not learn: shuffled rewa
 
 .PHONY: test
 test: setup ## Everything but what needs a GPU or hours; real SGLang included
-	$(PY) -m pytest -m "not gpu and not long" $(ARGS)
+	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 .PHONY: test-fast
 test-fast: setup ## The tests that start no SGLang (under 2 minutes)
-	$(PY) -m pytest -m "not slow and not gpu and not long" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not long" $(ARGS)
 
 .PHONY: lint
 lint: $(STAMPS)/requirements ## ruff (rules and format) and clang-format, changing nothing
@@ -94,9 +96,18 @@ model: ## Check the ring's spin model, and that each mutation of it fails (2 min
 	@python3 native/model/check.py $(ARGS)
 
 .PHONY: bench
-bench: setup ## Benchmarks (pytest-benchmark) in bench/, results also in build/bench.json
+bench: setup $(STAMPS)/bench ## The ring beside its rivals (8 minutes, an idle machine): ratios, build/bench.json, build/bench.png
 	@mkdir -p build
-	$(PY) -m pytest bench --benchmark-only --benchmark-json=build/bench.json --timeout=1800 $(ARGS)
+	@failed=0; \
+	$(PY) -m pytest bench -q --benchmark-quiet --benchmark-json=build/bench.json $(ARGS) || failed=1; \
+	$(PY) bench/report.py build/bench.json build/bench.png || failed=1; \
+	exit $$failed
+
+# A rival that cannot be installed is skipped, with its reason in the table.
+$(STAMPS)/bench: $(STAMPS)/requirements requirements/bench.txt
+	@echo "make: installing the rivals of the ring"
+	@$(PIP) --constraint requirements/cpu.txt --constraint requirements/dev.txt --requirement requirements/bench.txt \
+	    && touch $@ || echo "make: not all of requirements/bench.txt could be installed"
 
 .PHONY: clean
 clean: ## Remove what was built and cached; the .venv stays

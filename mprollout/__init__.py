@@ -20,6 +20,7 @@ _HOMES = {
     "config": (
         "EngineConfig",
         "FaultConfig",
+        "FilterConfig",
         "GateConfig",
         "RewardConfig",
         "RingConfig",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from mprollout.config import (
         EngineConfig,
         FaultConfig,
+        FilterConfig,
         GateConfig,
         RewardConfig,
         RingConfig,

@@ -1,12 +1,11 @@
 """`Attendant`: the trainer's background thread. It keeps READY tickets in reserve and hears what the keeper says.
 
-    sweep -> ledger, gate -> source -> admit -> bells          credit in, tickets out
+    `Admission.turn` -> bells                                       credit in, tickets out
     keeper's socket -> states, notes, faults, answers -> `news`     what the main thread waits for
 
     its loop  produces READY tickets, news / waits for its bell (take, ending, update, release), the keeper's socket and pidfd / unblocked by the kernel
 
-Invariant: gate and ledger change under `lock` only. A ticket is handed out by the ledger only after its entry is READY
-(peek, admit, then next), so a failed admit loses nothing.
+Invariant: gate and ledger change under `lock` only.
 """
 
 from __future__ import annotations
@@ -22,23 +21,20 @@ from typing import Any
 
 import msgspec
 
-from mprollout import _native, messages
+from mprollout import messages
+from mprollout.admission import Admission, ring_idle
 from mprollout.config import EngineConfig
 from mprollout.errors import (
-    ConfigError,
     EngineClosed,
     EngineFault,
     KeeperLost,
-    PromptsFailing,
-    RewardFault,
-    SourceError,
     WorkersLost,
     WorkerStartError,
 )
 from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
-from mprollout.ledger import Ledger, Reason
+from mprollout.ledger import Ledger
 from mprollout.source import PromptSource
 
 log = logging.getLogger("mprollout")
@@ -53,31 +49,27 @@ class Attendant:
     def __init__(
         self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, config: EngineConfig
     ) -> None:
-        assert keeper.segment is not None
-        self.keeper, self.source, self.gate, self.ledger = keeper, source, gate, ledger
+        self.keeper = keeper
         self.segment = keeper.segment
         self.lock = threading.Lock()
-        self.news = threading.Condition()
         self.states: dict[int, messages.WorkerState] = {}
+        """By worker; a new dict with every change, so that whoever iterates over one is not disturbed."""
         self.notes: collections.OrderedDict[int, messages.Note] = collections.OrderedDict()
         """The last failures, by ticket."""
         self.fault: EngineFault | None = None
         self.update_done: messages.UpdateDone | None = None
         self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
         """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
-        self._faults, self._over_long = config.fault, config.source.over_long
-        self._failed_in_a_row = self._filtered_in_a_row = 0
-        self._taken_before = -1
-        self._admitter = _native.Admitter(self.segment)
+        self.admission = Admission(self.segment, config, source, gate, ledger, self.notes, self._on_failing)
         self._stopping = False
+        self._waiters: list[threading.Lock] = []
         self._thread = threading.Thread(target=self._run, name="mprollout-attendant", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread. Called before the keeper is closed, since the thread listens on its descriptors."""
         self._stopping = True
-        with self.news:
-            self.news.notify_all()
+        self._tell_news()
         self.segment.wake_taker()
         self.ring()
         self._thread.join()
@@ -93,23 +85,30 @@ class Attendant:
 
     def wait_news(self, true: Callable[[], Any], give_up: Callable[[], None]) -> None:
         """Block until `true()`; raises the permanent fault, and whatever `give_up` raises. Ctrl-C gets through."""
-        with self.news:
+        # A lock of this wait alone: a signal that raises inside a Condition's methods, which are Python, can leave its
+        # lock held for ever.
+        told = threading.Lock()
+        told.acquire()
+        self._waiters.append(told)
+        try:
             while not true():
                 if self._stopping:
                     raise EngineClosed("the engine was closed by another thread")
                 self.raise_fault()
                 give_up()
-                self.news.wait(SAFETY_LOOK_S)
+                told.acquire(timeout=SAFETY_LOOK_S)
+        finally:
+            self._waiters.remove(told)
+
+    def _tell_news(self) -> None:
+        for told in tuple(self._waiters):
+            with contextlib.suppress(RuntimeError):  # told already
+                told.release()
 
     def send(self, message: messages.Message, fds: list[int] | None = None) -> None:
         """Send to the keeper; its death is reported as a fault, not here."""
         with contextlib.suppress(OSError):
             self.keeper.channel.send(message, fds)
-
-    def unadmitted(self) -> int | None:
-        """Tickets that the source still has to give; None: endless."""
-        last = self.source.last_ticket
-        return None if last is None else max(0, last - self.ledger.resolved - self.gate.live)
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class Attendant:
                 for fileobj in (self.keeper.channel, self.keeper.bell, self.keeper.pidfd):
                     selector.register(fileobj, selectors.EVENT_READ)
                 while not self._stopping and not isinstance(self.fault, KeeperLost):
-                    self._sweep_and_admit()
+                    self._admit()
                     for key, _ in selector.select(SAFETY_LOOK_S):
                         if key.fileobj == self.keeper.bell:
                             with contextlib.suppress(BlockingIOError):
@@ -132,73 +131,18 @@ class Attendant:
             log.exception("the attendant thread failed")
             self._set_fault(EngineFault(f"the attendant thread failed: {type(error).__name__}: {error}"))
 
-    def _sweep_and_admit(self) -> None:
-        """Collect what ended, spend the credit, ring whoever sleeps."""
+    def _admit(self) -> None:
+        """Let the admission take its turn, and wake whom it concerns."""
         with self.lock:
-            ended = [
-                row for row in self._admitter.sweep() if row[1] != _native.DONE
-            ]  # DONE was counted when it was delivered
-            for ticket, state, reason, _attempt, _deaths in ended:
-                name = Reason(reason).name.lower()
-                self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
-                self.gate.ended += 1
-                self._count_ending(ticket, name, state == _native.FAILED)
-            try:
-                while self.fault is None and self.gate.credit > 0 and self._admit_one():
-                    pass
-            except (SourceError, ConfigError) as error:
-                self._set_fault(EngineFault(f"the source cannot go on: {type(error).__name__}: {error}"))
+            ended = self.admission.turn()
         if ended:
             self.segment.wake_taker()
-        idle = self.segment.idle_workers()
-        while idle:
-            lowest = idle & -idle
-            os.eventfd_write(self.keeper.worker_bells[lowest.bit_length() - 1], 1)
-            idle ^= lowest
-
-    def _admit_one(self) -> bool:
-        ticket, last = self.ledger.peek_ticket(), self.source.last_ticket
-        if last is not None and ticket >= last:
-            return False
-        data = self.source.encode(ticket)
-        try:
-            if not self._admitter.admit(ticket, data):
-                return False
-        except _native.GroupTooLarge as error:
-            row = self.source.row(ticket)[0]
-            if self._over_long == "refuse":
-                raise SourceError(f"row {row}: {error} (RingConfig.max_prompt_bytes)") from error
-            log.warning("row %d is over-long: %s (RingConfig.max_prompt_bytes)", row, error)
-            self.ledger.resolve(self.ledger.next_ticket(), f"filtered:{Reason.OVER_LONG.name.lower()}")
-            self.gate.admitted += 1
-            self.gate.ended += 1
-            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), failed=False)
-            return True
-        self.ledger.next_ticket()
-        self.gate.admitted += 1
-        return True
+        ring_idle(self.segment, self.keeper.worker_bells)
 
     # -- faults --------------------------------------------------------------------------------------------------
 
-    def _count_ending(self, ticket: int, reason: str, failed: bool) -> None:
-        """So many endings in a row, and nothing published or taken between them, are no prompt's own fault: FAILED a few, FILTERED a whole pass."""
-        if self.gate.taken != self._taken_before or self.segment.pending():
-            self._failed_in_a_row = self._filtered_in_a_row = 0
-        self._taken_before = self.gate.taken
-        self._failed_in_a_row += failed
-        self._filtered_in_a_row += not failed
-        note = self.notes.get(ticket)
-        last = note.error if note else reason
-        if self._failed_in_a_row >= self._faults.max_consecutive_failures:
-            kind = RewardFault if reason == "reward" else PromptsFailing
-            text = f"{self._failed_in_a_row} prompts in a row ended FAILED and nothing was published between them; the last: {last}"
-            self._set_fault(self._blame(kind, text, note))
-        elif (
-            self._filtered_in_a_row >= max(len(self.source), self._faults.max_consecutive_failures)
-            and self.unadmitted() != 0
-        ):
-            text = f"{self._filtered_in_a_row} prompts in a row were filtered ({reason}), a whole pass over the rows; the last: {last}"
-            self._set_fault(self._blame(PromptsFailing, text, note))
+    def _on_failing(self, kind: type[EngineFault], text: str, note: messages.Note | None) -> None:
+        self._set_fault(self._blame(kind, text, note))
 
     def _blame(self, kind: type[EngineFault], text: str, source: messages.Note | messages.Fault | None) -> EngineFault:
         if source is None:
@@ -208,9 +152,8 @@ class Attendant:
 
     def _set_fault(self, fault: EngineFault) -> None:
         if self.fault is None or isinstance(fault, KeeperLost):
-            self.fault = fault
-        with self.news:
-            self.news.notify_all()
+            self.fault, self.admission.stopped = fault, True
+        self._tell_news()
         self.segment.wake_taker()
 
     # -- the keeper's messages -----------------------------------------------------------------------------------
@@ -226,16 +169,15 @@ class Attendant:
             if received is None:
                 return
             message, fds = received
-            with self.news:
-                self._on_message(message, fds)
-                self.news.notify_all()
+            self._on_message(message, fds)
+            self._tell_news()
             for fd in fds:
                 os.close(fd)
 
     def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
             case messages.WorkerState():
-                self.states[message.worker] = message
+                self.states = {**self.states, message.worker: message}
                 self._judge(message)
             case messages.UpdateDone():
                 self.update_done = message
@@ -278,6 +220,6 @@ class Attendant:
 
     def _on_keeper_death(self) -> None:
         self.keeper.end_orphans()
-        code = self.keeper.process.returncode
-        text = f"the keeper (pid {self.keeper.pid}) died with exit code {code}; its workers ended with it"
+        code = self.keeper.exit_code
+        text = f"the keeper (pid {self.keeper.pid}) died{f' with exit code {code}' if code is not None else ''}; its workers ended with it"
         self._set_fault(KeeperLost(text, pid=self.keeper.pid, exit_code=code))

@@ -27,9 +27,11 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 msgspec.structs.force_setattr(self, field.name, os.fspath(value))
             elif field.type is not Any:
                 try:
-                    msgspec.convert(value, field.type)
+                    converted = msgspec.convert(value, field.type)
                 except msgspec.ValidationError as error:
                     raise ConfigError(f"{type(self).__name__}.{field.name}: {error}; got {value!r:.200}") from None
+                if isinstance(converted, _Config):  # a mapping, as in TOML, is made the part that it describes
+                    msgspec.structs.force_setattr(self, field.name, converted)
         self._check()
 
     def _check(self) -> None:
@@ -116,22 +118,27 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
     """Mean completion length (log-normal, cut at max_new_tokens)."""
     sigma: float = 0.5
     """Log-normal sigma of the length; 0: every completion has `mean_tokens`."""
+    lengths: list[int] = []
+    """Recorded completion lengths, drawn from by seed instead of the log-normal distribution; empty: not used."""
     tokens_per_s: float = 0.0
     """Decoding speed of one sample; 0: as fast as the event loop turns."""
+    max_tokens_per_s: float = 0.0
+    """Decoding speed of all samples of a worker together, which they share; 0: no bound."""
     prefill_s: float = 0.0
     update_s: float = 0.0
     """Stall of a weight update."""
     start_s: float = 0.0
     """Time that a start takes."""
     faults: dict[str, float] = {}
-    """Probability per sample of `exception`, `abort`, `swallow`, `die` (the worker's process is killed)."""
+    """Probability per sample of `exception`, `abort` (by the engine), `swallow` (never answers), `die` (kills the worker's process), `hang`
+    (the worker's event loop stands still), `slow` (20 times as long), `short` (a logprob is missing)."""
     die_at_start: bool = False
     """The worker's process ends itself with SIGKILL while starting (a test of restarts)."""
 
     def _check(self) -> None:
-        self._require(
-            "faults", set(self.faults) <= {"exception", "abort", "swallow", "die"}, "of exception, abort, swallow, die"
-        )
+        kinds = ("exception", "abort", "swallow", "die", "hang", "slow", "short")
+        self._require("faults", set(self.faults) <= set(kinds), f"of {', '.join(kinds)}")
+        self._require("faults", sum(self.faults.values()) <= 1, "probabilities with a sum <= 1")
 
 
 class SamplingConfig(_Config, frozen=True, kw_only=True):
@@ -194,6 +201,32 @@ class RewardConfig(_Config, frozen=True):
         self._require_seconds("timeout_s")
         self._require_int("workers", 1)
         self._require_int("max_concurrency", 1)
+
+
+class FilterConfig(_Config, frozen=True, kw_only=True):
+    """Which finished, scored groups are worth training on. One that is rejected ends FILTERED, and exactly one ticket replaces it."""
+
+    zero_spread: bool = False
+    """Reject a group whose rewards are all equal (reason `zero_spread`): it has no advantage to learn from."""
+    function: Any = None
+    """`"module:function"`, or a function that a worker can import: `def keep(samples: list[RewardInput], rewards: list[float])`.
+    It returns None to keep the group, or one of `reasons`. It runs in a reward process, behind `zero_spread`."""
+    reasons: list[str] = msgspec.field(default_factory=lambda: ["rejected"])
+    """What the function may return; each is counted by itself (`filtered:<reason>`)."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the function with every call."""
+    timeout_s: float = 30.0
+    """Deadline of one call; a call that exceeds it is killed, and the attempt fails."""
+    max_consecutive: int | None = None
+    """So many rejections in a row, with no group published between them, are a permanent fault. None: no bound."""
+
+    def _check(self) -> None:
+        named = all(self.reasons)
+        self._require(
+            "reasons", named and 1 <= len(set(self.reasons)) == len(self.reasons) <= 1024, "1 to 1024 distinct names"
+        )
+        self._require_seconds("timeout_s")
+        self._require_int("max_consecutive", 1, optional=True)
 
 
 class WorkerConfig(_Config, frozen=True, kw_only=True):
@@ -311,6 +344,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     generator: SGLangConfig | SimulatedConfig
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig
+    filter: FilterConfig = FilterConfig()
     workers: WorkerConfig = WorkerConfig()
     gate: GateConfig = GateConfig()
     fault: FaultConfig = FaultConfig()
@@ -321,7 +355,16 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     seed: int = 0
     """Base of all sampling seeds; each worker, sample and attempt derives its own."""
     run_dir: str | None = None
-    """Where logs go; None: a temporary folder that goes away."""
+    """Where logs go, and the socket by which `mprollout top` and `RolloutEngine.attach` find the run; None: a temporary folder that goes away."""
+    orphan_timeout_s: float = 0.0
+    """How long the workers live on after the trainer's death, admitting nothing, for one that attaches. 0: everything ends with the trainer."""
+
+    def _check(self) -> None:
+        self._require("orphan_timeout_s", 0 <= self.orphan_timeout_s < math.inf, "a finite number of seconds >= 0")
+        if self.orphan_timeout_s and self.run_dir is None:
+            raise ConfigError(
+                "EngineConfig.orphan_timeout_s needs run_dir: a new trainer finds the run there; got None"
+            )
 
     @classmethod
     def from_toml(cls, path: str | Path) -> EngineConfig:

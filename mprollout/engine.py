@@ -35,16 +35,18 @@ from mprollout.errors import (
     MainGuardMissing,
     MprolloutError,
     RingStarved,
-    WeightUpdateFailed,
 )
 from mprollout.evaluation import EvaluationResult, gather
+from mprollout.filter import check_filter
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
 from mprollout.reward import check
 from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
+from mprollout.rollout import check_rollout
 from mprollout.source import PromptSource
 from mprollout.stats import EngineStats, describe_workers, waiting_cause, worker_stats
+from mprollout.updates import Updates
 
 STARVED_S = 0.5
 _LIVE_NAMES = {
@@ -72,43 +74,44 @@ class RolloutEngine:
         ...     engine.update_weights(model.state_dict())
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, _attached: KeeperProcess | None = None) -> None:
         if mprollout._inside:
             raise MainGuardMissing(
                 f"a RolloutEngine is made inside {mprollout._inside}: such processes import the user's modules to find the reward and "
                 'rollout functions; put the code that starts an engine under `if __name__ == "__main__":`'
             )
         check(config.reward)
+        check_filter(config.filter)
+        check_rollout(config.rollout)
         self.config = config
         self.source = PromptSource(config.source)
         self.plan = plan(config)
-        check_memory(segment_bytes(self.plan), self.plan)
+        if _attached is None:
+            check_memory(segment_bytes(self.plan), self.plan)
         self._warn_of_idle_places()
-        self.policy_version = 0
-        """The last version that all workers applied."""
-        self._gate = Gate(config.gate, self.plan.max_live_groups)
+        self._gate = Gate(config.gate, self.plan.max_live_groups, self.plan.spare)
         self._ledger = Ledger()
-        self._minted = 0
-        self._updates_at = {
-            0: 0
-        }  # completed updates once a version is in force: what a token of that version counts from
+        self._updates = Updates(config, self._gate)
         self._taker: int | None = (
             None  # thread in `get`; a thread that finds itself here was interrupted in the one before
         )
-        self._updating = threading.Lock()
-        self._unanswered = 0  # version of an update that was interrupted before its answer came
         self._parked: list[Group] = []  # delivered, not yet handed over
+        self._again: dict[int, _native.Lease] = {}  # by ticket: what a dead trainer had taken, in its order
         self._taken_before = 0
         self._pid = os.getpid()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._confirmed: dict[str, Any] | None = None
         self._evaluations = 0
         self._waiting = False
         self._starved_since = math.inf
         self._started = self._closed = False
-        self._keeper: KeeperProcess | None = None
+        self._keeper: KeeperProcess | None = _attached
         self._attendant: Attendant | None = None
         self._consumer: _native.Consumer | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The last version that all workers applied."""
+        return self._updates.version
 
     def _warn_of_idle_places(self) -> None:
         places = len(self.config.workers.devices) * self.config.workers.max_running_samples
@@ -131,8 +134,11 @@ class RolloutEngine:
         self.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self.config.orphan_timeout_s and kind is not None and issubclass(kind, Exception):
+            self.detach()
+        else:
+            self.close()
 
     def start(self, progress: bool = True) -> None:
         """Start the keeper, the workers and the attendant; return when every worker is ready.
@@ -148,9 +154,11 @@ class RolloutEngine:
             raise EngineClosed("the engine was started or closed before; make a new one")
         self._started = True
         try:
-            self._keeper = KeeperProcess(self.config, self.plan)
-            assert self._keeper.segment is not None
+            attached = self._keeper is not None
+            self._keeper = self._keeper or KeeperProcess.start(self.config, self.plan)
             self._consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
+            if attached:
+                self._adopt(self._keeper.segment, self._consumer)
             self._attendant = attendant = Attendant(self._keeper, self.source, self._gate, self._ledger, self.config)
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
@@ -158,8 +166,76 @@ class RolloutEngine:
             self.close()
             raise
 
+    @classmethod
+    def attach(cls, run_dir: str | os.PathLike[str], state: dict[str, Any], rows: Any = None) -> Self:
+        """Take the place of a trainer that died: its workers live, run and keep what they made (`EngineConfig.orphan_timeout_s`).
+
+        Groups that the dead trainer had taken, not released, and that `state` does not hold as taken are delivered again first. Nothing
+        is admitted before the first `update_weights`, which gives the workers the checkpoint's weights under a fresh version.
+
+        Args:
+            run_dir: the run's `EngineConfig.run_dir`; its config comes from there.
+            state: what `state_dict` returned, from the checkpoint that was loaded.
+            rows: the source's rows, where they were given as a Python object.
+
+        Returns:
+            An engine to be started (`with`, or `start`).
+
+        Raises:
+            ConfigError: nobody keeps the run any more, its trainer lives, or the state is older than one that was confirmed.
+            KeeperLost: the keeper ended meanwhile.
+        """
+        keeper, config = KeeperProcess.attach(os.fspath(run_dir))
+        try:
+            if config.source.path == "-":
+                if rows is None:
+                    raise ConfigError(
+                        "attach: the run's rows were a Python object; give them again: attach(run_dir, state, rows=...)"
+                    )
+                config = msgspec.structs.replace(
+                    config, source=msgspec.structs.replace(config.source, path=None, rows=rows)
+                )
+            engine = cls(config, _attached=keeper)
+            engine.load_state_dict(state)
+            assert keeper.booted is not None
+            if engine._ledger.resolved < keeper.booted.confirmed:
+                raise ConfigError(
+                    f"attach: the state holds {engine._ledger.resolved} resolved tickets, a newer one with {keeper.booted.confirmed} "
+                    "was confirmed: load the newer checkpoint, or start a new engine from the older one"
+                )
+            minted = max(engine._updates.minted, keeper.booted.highest_version)
+            engine._updates = Updates(config, engine._gate, minted, keeper.completed, int(state["policy_version"]))
+        except BaseException:
+            keeper.detach()
+            raise
+        return engine
+
+    def _adopt(self, segment: _native.Segment, consumer: _native.Consumer) -> None:
+        """Find out what is live, against the loaded state: entries of the table, groups in the ring, groups that the dead trainer had taken."""
+        while (lease := consumer.take()) is not None:
+            if not lease.delivered:
+                continue
+            if self._ledger.is_resolved(lease.ticket):  # the checkpoint has it; only its memory was not given back
+                lease.release()
+            else:
+                self._again[lease.ticket] = lease
+        table = {row[0] for row in segment.table() if row[1] != _native.DONE}
+        live = table | {lease.ticket for lease in consumer.held()} | self._again.keys()
+        self._ledger.adopt(live)
+        self._gate.admitted = len(live)
+
     def close(self) -> None:
         """End all processes and free the memory. Blocks at most about 5 s. Idempotent; safe in any state."""
+        self._leave(KeeperProcess.close)
+
+    def detach(self) -> None:
+        """Leave the run as it is, for a trainer that attaches within `orphan_timeout_s`; an exception that ends a `with` block does.
+
+        Groups taken and not in the state that it loads come again. Batches still held stay readable. Idempotent.
+        """
+        self._leave(KeeperProcess.detach)
+
+    def _leave(self, how: Callable[[KeeperProcess], None]) -> None:
         if self._closed or os.getpid() != self._pid:  # a forked child owns none of it
             return
         self._closed = True
@@ -168,7 +244,7 @@ class RolloutEngine:
         if self._consumer is not None:
             self._consumer.close()
         if self._keeper is not None:
-            self._keeper.close()
+            how(self._keeper)
 
     # -- taking --------------------------------------------------------------------------------------------------
 
@@ -219,6 +295,8 @@ class RolloutEngine:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with attendant.lock:
             consumer.deliver([group.lease for group in self._parked])  # idempotent
+            self._gate.taken = self._ledger.taken - self._taken_before
+            booked = sum(self._ledger.is_resolved(group.ticket) for group in self._parked)  # neither live nor to come
         while (missing := n - len(self._parked)) > 0:
             seen = consumer.news()
             with attendant.lock:
@@ -227,7 +305,7 @@ class RolloutEngine:
                     self._deliver(leases, consumer)
                     return
                 attendant.raise_fault()
-                self._check_meetable(n, attendant)
+                self._check_meetable(n, booked, attendant)
             self._check_room(missing, attendant, consumer)
             left = min(SAFETY_LOOK_S, deadline - time.monotonic())
             if left <= 0:
@@ -248,7 +326,7 @@ class RolloutEngine:
         """Up to n groups that may be delivered now, in order; they stay held until `_deliver`."""
         parked = {group.ticket for group in self._parked}
         if not self._in_ticket_order:
-            held = [lease for lease in consumer.held() if lease.ticket not in parked]
+            held = [lease for lease in (*self._again.values(), *consumer.held()) if lease.ticket not in parked]
             return held[:n] if len(held) >= n else held + consumer.try_take(n - len(held))
         if published := consumer.available():
             consumer.try_take(published)
@@ -256,7 +334,7 @@ class RolloutEngine:
         ticket = self._ledger.watermark
         while len(leases) < n:
             if ticket not in parked and not self._ledger.is_resolved(ticket):  # ended ones are skipped
-                if (lease := consumer.find(ticket)) is None:
+                if (lease := self._again.get(ticket) or consumer.find(ticket)) is None:
                     break  # a live one is waited for
                 leases.append(lease)
             ticket += 1
@@ -267,10 +345,11 @@ class RolloutEngine:
         groups = [Group(lease) for lease in leases]
         for group in groups:
             versions = group.field("span_versions")
-            oldest = int(versions.min()) if len(versions) else self.policy_version
-            group.lag = self._gate.updates - self._updates_at[oldest]
+            group.lag = self._updates.lag(int(versions.min()) if len(versions) else self.policy_version)
         self._parked = [*self._parked, *groups]
         consumer.deliver(leases)
+        for lease in leases:
+            self._again.pop(lease.ticket, None)
 
     def _book(self, n: int) -> Batch:
         """Mark the first n parked tickets taken. Interrupted anywhere, it can run again; `state_dict` leaves parked tickets out in any case."""
@@ -282,10 +361,9 @@ class RolloutEngine:
         self._batches.add(batch)
         return batch
 
-    def _check_meetable(self, n: int, attendant: Attendant) -> None:
-        unadmitted = attendant.unadmitted()
-        if unadmitted is not None and self._gate.live + unadmitted < n:
-            available = self._gate.live + unadmitted
+    def _check_meetable(self, n: int, booked: int, attendant: Attendant) -> None:
+        unadmitted = attendant.admission.unadmitted()
+        if unadmitted is not None and (available := booked + self._gate.live + unadmitted) < n:
             failures = {outcome: count for outcome, count in self._ledger.counts.items() if outcome != "taken"}
             note = next(reversed(attendant.notes.values()), None) if failures else None
             raise DataExhausted(
@@ -294,7 +372,7 @@ class RolloutEngine:
                 + (f"; the last failure: {note.error}" if note else ""),
                 available=available,
             )
-        self._gate.check_get(n, unadmitted)
+        self._gate.check_get(n - booked, unadmitted)
 
     def _check_room(self, n: int, attendant: Attendant, consumer: _native.Consumer) -> None:
         """Every ready worker lacks room and runs nothing: only a release can help, and this thread is the one that would release."""
@@ -337,63 +415,12 @@ class RolloutEngine:
         Raises:
             WeightUpdateFailed: a worker did not apply them; the version did not advance and its number is never used again.
             ConfigError: the lag bound does not allow an update now.
-            ValueError: the source is no set of tensors.
+            MemoryBudgetError: the copy does not fit into the memory that is left.
+            ValueError: the source is no set of tensors; names the one that is none.
         """
-        from mprollout.weights import stage
-
         attendant, _ = self._running()
-        limit_s = timeout if timeout is not None else self.config.weights.timeout_s + 30
-        with self._updating:
-            attendant.raise_fault()
-            with attendant.lock:
-                self._gate.check_update()
-            staged = stage(source)
-            try:
-                version = self._push(staged.fd, limit_s, attendant)
-            finally:
-                staged.close()
+        version = self._updates.push(source, timeout, attendant)
         attendant.ring()
-        return version
-
-    def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
-        def answered(version: int) -> bool:
-            return version == 0 or (attendant.update_done is not None and attendant.update_done.version >= version)
-
-        attendant.wait_news(
-            lambda: answered(self._unanswered), lambda: None
-        )  # one that was interrupted was given up: soon
-        self._minted += 1
-        version = self._unanswered = self._minted
-        # Until all have applied it, its tokens count as no newer than the updates completed so far.
-        self._updates_at[version] = self._gate.updates
-        deadline = time.monotonic() + limit_s
-
-        def check_time() -> None:
-            if time.monotonic() > deadline:
-                attendant.send(
-                    messages.GiveUpUpdate(version=version, why=f"not applied by all workers within {limit_s:.0f} s")
-                )
-
-        try:
-            attendant.send(messages.Update(version=version, pause=self.config.weights.pause), [fd])
-            attendant.wait_news(lambda: answered(version), check_time)
-        except BaseException:
-            attendant.send(messages.GiveUpUpdate(version=version, why="interrupted"))
-            raise
-        done = attendant.update_done
-        assert done is not None
-        if done.failures:
-            first = done.failures[0]
-            raise WeightUpdateFailed(
-                f"update {version}: not applied by all {len(self.config.workers.devices)} workers; the policy version stays {self.policy_version}, "
-                f"and workers that had applied it go back: {first.error}; {describe_workers(attendant.segment, attendant.states)}",
-                worker=first.worker,
-                worker_traceback=first.traceback,
-            )
-        with attendant.lock:
-            self.policy_version = version
-            self._gate.updated()
-            self._updates_at[version] = self._gate.updates
         return version
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -437,7 +464,7 @@ class RolloutEngine:
             return {
                 "ledger": self._ledger.state(without={group.ticket for group in self._parked}),
                 "source": self.source.fingerprint,
-                "minted": self._minted,
+                "minted": self._updates.minted,
                 "policy_version": self.policy_version,
             }
 
@@ -460,13 +487,14 @@ class RolloutEngine:
             )
         self._ledger = Ledger.from_state(ledger)
         self._taken_before = self._ledger.taken
-        self._gate = Gate(msgspec.structs.replace(self.config.gate, await_weights=True), self.plan.max_live_groups)
-        self._minted = minted  # version numbers are never used twice
-        self._updates_at = dict.fromkeys((0, self._minted), 0)
+        awaiting = msgspec.structs.replace(self.config.gate, await_weights=True)
+        self._gate = Gate(awaiting, self.plan.max_live_groups, self.plan.spare)
+        self._updates = Updates(self.config, self._gate, minted)
 
     def confirm(self, state: dict[str, Any]) -> None:
-        """Say that a saved checkpoint contains `state`: groups it holds as taken will never be asked for again."""
-        self._confirmed = state
+        """Say that a saved checkpoint contains `state`: `attach` refuses an older one from now on."""
+        attendant, _ = self._running()
+        attendant.send(messages.Confirmed(resolved=Ledger.from_state(state["ledger"]).resolved))
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
@@ -510,7 +538,12 @@ class RolloutEngine:
                     f"audit: a ticket stands twice in the live table: {sorted(row[0] for row in table)}"
                 )
             counts: dict[str, int] = dict(self._ledger.counts)
-            for ticket in range(self._ledger.watermark, self._ledger.admitted_below):
+            adopted = [
+                ticket
+                for ticket in live
+                if ticket >= self._ledger.admitted_below and self._ledger.is_handed_out(ticket)
+            ]
+            for ticket in [*range(self._ledger.watermark, self._ledger.admitted_below), *adopted]:
                 state = live.pop(ticket, None)
                 if self._ledger.is_resolved(ticket):
                     if state not in (None, "done"):  # a delivered group's entry waits for the sweep
@@ -563,9 +596,3 @@ class _StartProgress:
             self._status.update(
                 f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s"
             )
-
-
-def _after(seconds: float | None, give_up: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls `give_up` once so many seconds have passed; never, for None."""
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
-    return lambda: give_up() if time.monotonic() > deadline else None

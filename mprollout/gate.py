@@ -7,7 +7,8 @@ Invariants, all guaranteed by `credit` alone (pure arithmetic, no clock, no I/O)
 - with `max_lag` K and `groups_per_update` B, a ticket is admitted only while `taken + live < (updates + K + 1) * B`.
   Delivery is in ticket order, and `check_update` refuses an update that B taken groups do not stand for, so every group's lag
   is at most K: a ticket admitted when `updates = u` has fewer than (u + K + 1) * B unended tickets before it, so at its take at
-  most `(taken - 1) // B <= u + K` updates can have completed.
+  most `(taken - 1) // B <= u + K` updates can have completed. Live tickets *behind* the next one (an attached trainer starts at a
+  checkpoint; its predecessor had admitted more) do not delay it, so they count neither there nor, up to `spare`, in `max_live_groups`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ class Gate:
         2
     """
 
-    def __init__(self, config: GateConfig, max_live_groups: int) -> None:
+    def __init__(self, config: GateConfig, max_live_groups: int, spare: int = 0) -> None:
+        """`spare`: entries beyond `max_live_groups` for the tickets before those that an earlier trainer admitted."""
         self.max_live_groups = max_live_groups
+        self.ahead = 0
+        """Live tickets behind the one that is admitted next."""
+        self._spare = spare
         self.groups_per_update = config.groups_per_update
         self.max_lag = config.max_lag
         self.awaits_weights = config.await_weights
@@ -50,10 +55,11 @@ class Gate:
         """Tickets that may be admitted now."""
         if self.awaits_weights:
             return 0
-        credit = self.max_live_groups - self.live
+        credit = self.max_live_groups + min(self.ahead, self._spare) - self.live
         if self.max_lag is not None:
             assert self.groups_per_update is not None
-            credit = min(credit, (self.updates + self.max_lag + 1) * self.groups_per_update - self.taken - self.live)
+            bound = (self.updates + self.max_lag + 1) * self.groups_per_update
+            credit = min(credit, bound - self.taken - (self.live - self.ahead))
         return max(credit, 0)
 
     def updated(self) -> None:

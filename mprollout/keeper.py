@@ -6,7 +6,7 @@
     its loop  produces worker processes, re-issued tickets, news for the trainer / waits for sockets, pidfds and a 1 s tick / unblocked by the kernel
 
 Invariants: a worker is recovered only after its death is proven (its pidfd is readable and its process group has been killed); what is
-merely late is killed first (`_kill`), then decided. A worker claims only after Go, and Go is sent only when it has the newest weights.
+merely late is killed first (`kill`), then decided. A worker claims only after Go, and Go is sent only when it has the newest weights.
 Nothing outlives this process: workers have PDEATHSIG on it, the memory has no name.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import pickle
 import selectors
@@ -33,9 +34,9 @@ import psutil
 from mprollout import _native, messages
 from mprollout.config import FaultConfig, WorkerConfig
 from mprollout.errors import ConfigError
-from mprollout.generator import PauseMode
 from mprollout.ledger import Reason
 from mprollout.ring import SUSPECT_DEATHS, WorkerWord
+from mprollout.updates import WeightSync
 
 TICK_S = 1.0
 STOP_GRACE_S = 2.0
@@ -50,10 +51,14 @@ class KeeperRecord(msgspec.Struct, kw_only=True):
     fault: FaultConfig
     worker_record: bytes
     """Opaque to the keeper: handed to each worker (it may hold user code, which the keeper never loads)."""
-    log_dir: str | None
+    run_dir: str | None
+    """Where the logs go, and the socket for monitors and for a trainer that attaches; None: a temporary folder, and no socket."""
+    orphan_timeout_s: float
+    trainer_record: bytes
+    """Opaque to the keeper: handed to a trainer that attaches."""
 
 
-class _Worker:
+class Worker:
     """One worker number, over all its incarnations."""
 
     def __init__(self, index: int) -> None:
@@ -72,27 +77,23 @@ class _Worker:
         self.start_at = 0.0
         """When to spawn again (state restarting), or when it was spawned (state starting); CLOCK_MONOTONIC, s."""
         self.start_s = 0.0
-
-
-class _PendingUpdate(msgspec.Struct):
-    version: int
-    pause: PauseMode
-    fd: int
-    awaiting: set[int]
-    applied: set[int]
-    failures: list[messages.Applied]
+        self.last_told: messages.WorkerState | None = None
 
 
 class Keeper:
     """Made by `main` in its own process; `run` returns when everything has ended."""
 
     def __init__(self, trainer: messages.Channel, trainer_pid: int) -> None:
-        self.trainer = trainer
-        self.trainer_pidfd = os.pidfd_open(trainer_pid)
+        self.trainer: messages.Channel | None = trainer
+        self.trainer_pid, self.trainer_pidfd = trainer_pid, os.pidfd_open(trainer_pid)
+        self.orphan_until = math.inf
+        """When to give up waiting for a trainer that attaches; CLOCK_MONOTONIC, s. Infinite while there is a trainer."""
+        self.confirmed = 0
+        self.door: socket.socket | None = None
+        self.visitors: set[messages.Channel] = set()
         self.selector = selectors.DefaultSelector()
-        self.workers: list[_Worker] = []
-        self.update: _PendingUpdate | None = None
-        self.good: tuple[int, int] | None = None  # version, memfd of the last copy that all workers applied
+        self.workers: list[Worker] = []
+        self.weights = WeightSync(self)
         self.evaluations: set[tuple[int, int]] = set()
         self.ending = False
         self.segment: _native.Segment
@@ -103,6 +104,7 @@ class Keeper:
 
     def boot(self) -> None:
         """Read the record, make the memory, spawn the workers."""
+        assert self.trainer is not None
         self.trainer.socket.setblocking(True)
         received = self.trainer.receive()
         self.trainer.socket.setblocking(False)
@@ -112,22 +114,31 @@ class Keeper:
         self.temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
         self._lock_fd = os.open(self.temp_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-        self.log_dir = Path(self.record.log_dir) if self.record.log_dir else self.temp_dir
+        self.log_dir = Path(self.record.run_dir) / "logs" if self.record.run_dir else self.temp_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        if self.record.run_dir is not None:
+            self.door = messages.open_door(Path(self.record.run_dir))
+            self.selector.register(self.door, selectors.EVENT_READ, self._on_knock)
         self.segment = _native.Segment.create(**self.record.segment)
         count = len(self.record.workers.devices)
         self.attendant_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(count)]
-        self.trainer.send(
-            messages.Booted(run_dir=str(self.temp_dir)), [self.segment.fd, self.attendant_bell, *self.bells]
-        )
-        self.selector.register(self.trainer, selectors.EVENT_READ, self._on_trainer)
-        self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
-        self.workers = [_Worker(index) for index in range(count)]
+        self.workers = [Worker(index) for index in range(count)]
+        self._welcome()
         for worker in self.workers:
             self._spawn(worker)
 
-    def _spawn(self, worker: _Worker) -> None:
+    def _welcome(self, *more: int) -> None:
+        """Hand the memory to the trainer and listen to it."""
+        assert self.trainer is not None
+        booted = messages.Booted(
+            temp_dir=str(self.temp_dir), highest_version=self.weights.answered, confirmed=self.confirmed
+        )
+        self.tell(booted, [self.segment.fd, self.attendant_bell, *self.bells, *more])
+        self.selector.register(self.trainer, selectors.EVENT_READ, self._on_trainer)
+        self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
+
+    def _spawn(self, worker: Worker) -> None:
         folder = self.temp_dir / f"w{worker.index}"
         folder.mkdir(exist_ok=True)
         channel, theirs = messages.Channel.pair()
@@ -168,7 +179,7 @@ class Keeper:
         os.close(record)
         self.selector.register(channel, selectors.EVENT_READ, lambda w=worker: self._on_worker(w))
         self.selector.register(worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._on_worker_death(w))
-        self._tell_state(worker)
+        self.tell_state(worker)
 
     # -- loop ----------------------------------------------------------------------------------------------------
 
@@ -180,12 +191,16 @@ class Keeper:
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if key.fileobj.wants_write else 0)
                     if key.events != events:
                         self.selector.modify(key.fileobj, events, key.data)
-            for key, events in self.selector.select(max(0.0, next_tick - time.monotonic())):
+            next_spawn = min((w.start_at for w in self.workers if w.state == "restarting"), default=next_tick)
+            for key, events in self.selector.select(max(0.0, min(next_tick, next_spawn) - time.monotonic())):
                 if events & selectors.EVENT_WRITE and isinstance(key.fileobj, messages.Channel):
                     with contextlib.suppress(OSError):
                         key.fileobj.flush()
                 if events & selectors.EVENT_READ and key.fileobj in self.selector.get_map():
                     key.data()
+            for worker in self.workers:
+                if worker.state == "restarting" and time.monotonic() >= worker.start_at:
+                    self._spawn(worker)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._tick()
@@ -195,32 +210,105 @@ class Keeper:
         now = time.monotonic()
         settings = self.record.workers
         for worker in self.workers:
-            if worker.state == "restarting" and now >= worker.start_at:
-                self._spawn(worker)
-            elif worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
-                self._kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
+            if worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
+                self.kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
             elif worker.state == "ready":
                 words = self.segment.worker_words(worker.index)
                 running = words[WorkerWord.RUNNING_SAMPLES]
                 silent_s = (time.monotonic_ns() - words[WorkerWord.HEARTBEAT_NS]) / 1e9
                 stuck_s = (time.monotonic_ns() - words[WorkerWord.PROGRESS_NS]) / 1e9
                 if running and stuck_s > settings.progress_timeout_s:
-                    self._kill(worker, f"no progress for {stuck_s:.1f} s with {running} samples running")
+                    self.kill(worker, f"no progress for {stuck_s:.1f} s with {running} samples running")
                 elif silent_s > settings.progress_timeout_s:
-                    self._kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
+                    self.kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
         self._reap_adopted()
+        if now > self.orphan_until:
+            self.ending = True
 
     # -- trainer -------------------------------------------------------------------------------------------------
 
     def _on_trainer_death(self) -> None:
-        self.ending = True
+        """The end, or with `orphan_timeout_s` the beginning of the wait for a successor: nothing is admitted meanwhile."""
+        if self.record.orphan_timeout_s == 0:
+            self.ending = True
+            return
+        self._let_trainer_go()
+        self._forget(self.trainer_pidfd)
+        os.close(self.trainer_pidfd)
+        self.trainer_pid, self.trainer_pidfd = 0, -1
+        self.weights.abandon("the trainer died")
+        self.orphan_until = time.monotonic() + self.record.orphan_timeout_s
+
+    def _let_trainer_go(self) -> None:
+        if self.trainer is not None:
+            self._forget(self.trainer)
+            self.trainer.close()
+            self.trainer = None
+
+    # -- visitors ------------------------------------------------------------------------------------------------
+
+    def _on_knock(self) -> None:
+        assert self.door is not None
+        with contextlib.suppress(OSError):
+            visitor = messages.Channel(self.door.accept()[0])
+            if visitor.peer()[1] != os.getuid():
+                visitor.close()
+                return
+            self.visitors.add(visitor)
+            self.selector.register(visitor, selectors.EVENT_READ, lambda: self._on_visitor(visitor))
+
+    def _on_visitor(self, visitor: messages.Channel) -> None:
+        try:
+            received = visitor.receive()
+        except (EOFError, OSError, msgspec.MsgspecError):
+            received = (messages.Stop(), [])  # it left again
+        if received is None:
+            return
+        for fd in received[1]:
+            os.close(fd)
+        self._forget(visitor)
+        self.visitors.discard(visitor)
+        with contextlib.suppress(OSError):
+            match received[0]:
+                case messages.Attach() if self.trainer_pidfd < 0 and not self.ending:
+                    self._take_in(visitor)
+                    return
+                case messages.Attach():
+                    text = f"the run has a living trainer (pid {self.trainer_pid}), or is ending"
+                    visitor.send(messages.Fault(kind="attach", message=text))
+                case messages.Observe():
+                    for worker in self.workers:
+                        if worker.last_told is not None:
+                            visitor.send(worker.last_told)
+                    read_only = os.open(f"/proc/self/fd/{self.segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+                    visitor.send(messages.Observed(trainer_pid=self.trainer_pid), [read_only])
+                    os.close(read_only)
+        visitor.close()
+
+    def _take_in(self, visitor: messages.Channel) -> None:
+        """A visitor becomes the trainer."""
+        pid = visitor.peer()[0]
+        self.trainer_pidfd = os.pidfd_open(pid)  # OSError: it died just now
+        self.trainer, self.trainer_pid, self.orphan_until = visitor, pid, math.inf
+        record = messages.blob(pickle.dumps((self.record.trainer_record, self.weights.completed)))
+        self._welcome(record)
+        os.close(record)
+        for worker in self.workers:
+            if worker.last_told is not None:
+                self.tell(worker.last_told)
+
+    # -- the trainer's messages ----------------------------------------------------------------------------------
 
     def _on_trainer(self) -> None:
-        while True:
+        while self.trainer is not None:
             try:
                 received = self.trainer.receive()
             except (EOFError, OSError):
-                self.ending = True
+                # Its descriptors close a moment before its pidfd tells; one that lives on has let its engine go.
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self.trainer_pidfd, selectors.EVENT_READ)
+                    self.ending = self.record.orphan_timeout_s == 0 or not selector.select(STOP_GRACE_S)
+                self._let_trainer_go()
                 return
             if received is None:
                 return
@@ -230,33 +318,37 @@ class Keeper:
                     self._stop_workers()
                     self.ending = True
                 case messages.Update():
-                    self._begin_update(message, fds[0])
+                    self.weights.begin(message, fds[0])
                 case messages.GiveUpUpdate():
-                    self._give_up_update(message)
+                    self.weights.give_up(message)
                 case messages.Evaluate():
                     self._forward_evaluation(message, fds[0])
+                case messages.Detach():
+                    self._on_trainer_death()
+                case messages.Confirmed():
+                    self.confirmed = max(self.confirmed, message.resolved)
                 case _:
                     raise AssertionError(f"keeper got {message!r} from the trainer")
 
-    def _tell(self, message: messages.Message, fds: list[int] | None = None) -> None:
-        with contextlib.suppress(OSError):  # its death is reported by the pidfd
-            self.trainer.send(message, fds)
+    def tell(self, message: messages.Message, fds: list[int] | None = None) -> None:
+        if self.trainer is not None:
+            with contextlib.suppress(OSError):  # its death is reported by the pidfd
+                self.trainer.send(message, fds)
 
-    def _tell_state(self, worker: _Worker, **more: Any) -> None:
-        self._tell(
-            messages.WorkerState(
-                worker=worker.index,
-                pid=worker.pid,
-                state=worker.state,
-                restarts=worker.restarts,
-                start_s=worker.start_s,
-                **more,
-            )
+    def tell_state(self, worker: Worker, **more: Any) -> None:
+        worker.last_told = messages.WorkerState(
+            worker=worker.index,
+            pid=worker.pid,
+            state=worker.state,
+            restarts=worker.restarts,
+            start_s=worker.start_s,
+            **more,
         )
+        self.tell(worker.last_told)
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def _on_worker(self, worker: _Worker) -> None:
+    def _on_worker(self, worker: Worker) -> None:
         assert worker.channel is not None
         while True:
             try:
@@ -270,51 +362,53 @@ class Keeper:
             match message:
                 case messages.WorkerReady():
                     worker.start_s, worker.ever_ready, worker.served = message.start_s, True, True
-                    self._bring_up_to_date(worker)
+                    self.weights.bring_up_to_date(worker)
                 case messages.Applied():
-                    self._on_applied(worker, message)
+                    self.weights.on_applied(worker, message)
                 case messages.WorkerFailed():
                     worker.failed = message
                 case messages.Evaluated():
                     self.evaluations.discard((message.id, worker.index))
-                    self._tell(message, fds)
+                    self.tell(message, fds)
                 case messages.Note() | messages.Fault():
-                    self._tell(message)
+                    self.tell(message)
                 case _:
                     raise AssertionError(f"keeper got {message!r} from worker {worker.index}")
             for fd in fds:
                 os.close(fd)
 
+    def let_go(self, worker: Worker) -> None:
+        """It has the newest weights: it may claim."""
+        worker.state = "ready"
+        self.send(worker, messages.Go())
+        self.tell_state(worker)
+
     def _forget(self, fileobj: Any) -> None:
         with contextlib.suppress(KeyError):
             self.selector.unregister(fileobj)
 
-    def _send(self, worker: _Worker, message: messages.Message, fds: list[int] | None = None) -> None:
+    def send(self, worker: Worker, message: messages.Message, fds: list[int] | None = None) -> None:
         assert worker.channel is not None
         with contextlib.suppress(OSError):
             worker.channel.send(message, fds)
 
-    def _deaths(self, recovered: _native.Recovered) -> int:
-        """Deaths of the tickets that a dead worker held, all together."""
-        held = {*recovered.reissued, *recovered.failed}
-        return sum(row[3] for row in self.segment.table() if row[0] in held)
-
-    def _kill(self, worker: _Worker, reason: str, innocent_tickets: bool = False) -> None:
+    def kill(self, worker: Worker, reason: str, innocent_tickets: bool = False) -> None:
         """End a worker's process group; the pidfd reports the death."""
         worker.kill_reason, worker.innocent_tickets = reason, innocent_tickets
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
 
-    def _on_worker_death(self, worker: _Worker) -> None:
+    def _on_worker_death(self, worker: Worker) -> None:
         self._on_worker(worker)  # its last words
         exit_code = self._bury(worker)
         max_deaths = self.record.fault.max_deaths_per_ticket
+        deaths = {row[0]: row[3] for row in self.segment.table()}  # before: what ends FAILED may be swept at once
         recovered = _native.recover(
             self.segment, worker.index, max_deaths, Reason.DEATHS, count_death=not worker.innocent_tickets
         )
         for id_, index in [e for e in self.evaluations if e[1] == worker.index]:
             self.evaluations.discard((id_, index))
-            self._tell(messages.Evaluated(id=id_, worker=index, absent=True))
+            self.tell(messages.Evaluated(id=id_, worker=index, absent=True))
         words = self.segment.worker_words(worker.index)
         words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
         failed = worker.failed
@@ -324,9 +418,8 @@ class Keeper:
         published = words[WorkerWord.GROUPS_PUBLISHED]
         if published != worker.published:
             worker.published, worker.restarts_in_a_row = published, 0
-        suspect_alone = (
-            len(recovered.reissued) + len(recovered.failed) == 1 and self._deaths(recovered) > SUSPECT_DEATHS
-        )
+        held = [*recovered.reissued, *recovered.failed]
+        suspect_alone = len(held) == 1 and deaths.get(held[0], 0) >= SUSPECT_DEATHS
         if permanent or (worker.restarts_in_a_row >= self.record.workers.max_restarts and not suspect_alone):
             worker.state = "lost"
         else:
@@ -336,7 +429,7 @@ class Keeper:
             worker.failed_starts = 0 if worker.served else worker.failed_starts + 1
             worker.start_at = time.monotonic() + min(10.0, 0.25 * 2**worker.failed_starts - 0.25)
             worker.restarts += 1
-        self._tell_state(
+        self.tell_state(
             worker,
             exit_code=exit_code,
             error=error,
@@ -345,13 +438,9 @@ class Keeper:
         )
         for bell in (*self.bells, self.attendant_bell):  # tickets came back; a waker may have died owing a wake
             os.eventfd_write(bell, 1)
-        if self.update is not None:
-            self.update.awaiting.discard(worker.index)
-            self._maybe_end_update()
-        if worker.state == "restarting" and worker.start_at <= time.monotonic():
-            self._spawn(worker)
+        self.weights.on_death(worker)
 
-    def _bury(self, worker: _Worker) -> int:
+    def _bury(self, worker: Worker) -> int:
         """Prove the death, end what is left of its group, forget its descriptors. Returns the exit code, negative for a signal."""
         status = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -379,108 +468,20 @@ class Keeper:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, 0)
 
-    def _log_tail(self, worker: _Worker) -> str:
+    def _log_tail(self, worker: Worker) -> str:
         with contextlib.suppress(OSError):
             return (self.log_dir / f"worker-{worker.index}.log").read_bytes()[-2000:].decode(errors="replace")
         return ""
 
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    def _begin_update(self, message: messages.Update, fd: int) -> None:
-        assert self.update is None, "the trainer sends one update at a time"
-        self.update = _PendingUpdate(message.version, message.pause, fd, set(), set(), [])
-        for worker in self.workers:
-            if worker.state in ("ready", "syncing"):
-                self._send_weights(worker)
-        self._maybe_end_update()
-
-    def _send_weights(self, worker: _Worker) -> None:
-        """The newest copy: the one under way, else the last good one."""
-        if self.update is not None:
-            self.update.awaiting.add(worker.index)
-            self._send(worker, messages.Update(version=self.update.version, pause=self.update.pause), [self.update.fd])
-        elif self.good is not None:
-            self._send(worker, messages.Update(version=self.good[0], pause="retract"), [self.good[1]])
-
-    def _bring_up_to_date(self, worker: _Worker) -> None:
-        if self.update is None and self.good is None:
-            self._let_go(worker)
-        else:
-            worker.state = "syncing"
-            self._send_weights(worker)
-
-    def _let_go(self, worker: _Worker) -> None:
-        worker.state = "ready"
-        self._send(worker, messages.Go())
-        self._tell_state(worker)
-
-    def _on_applied(self, worker: _Worker, message: messages.Applied) -> None:
-        update = self.update
-        current = update is not None and message.version == update.version
-        if update is not None and current:
-            update.awaiting.discard(worker.index)
-            if message.error:
-                update.failures.append(message)
-            else:
-                update.applied.add(worker.index)
-        if message.error and (message.harmed or worker.state == "syncing"):
-            self._kill(worker, f"weight update {message.version} failed: {message.error}", innocent_tickets=True)
-        elif worker.state == "syncing" and (current or update is None):
-            self._let_go(worker)
-        self._maybe_end_update()
-
-    def _give_up_update(self, message: messages.GiveUpUpdate) -> None:
-        """The trainer waits no longer: who has not answered by now is late, and killed."""
-        if self.update is None or self.update.version != message.version:
-            return
-        late, self.update.awaiting = self.update.awaiting, set()
-        self.update.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
-        for index in late:
-            self._kill(
-                self.workers[index],
-                f"weight update {message.version} was not applied: {message.why}",
-                innocent_tickets=True,
-            )
-        self._maybe_end_update()
-
-    def _maybe_end_update(self) -> None:
-        update = self.update
-        if update is None or update.awaiting:
-            return
-        if not update.applied and not update.failures:
-            if any(worker.state != "lost" for worker in self.workers):
-                return  # the first worker that gets ready applies it
-            update.failures.append(messages.Applied(worker=-1, version=update.version, error="all workers are lost"))
-        self.update = None
-        if update.failures:
-            os.close(update.fd)
-            self._take_back(update)
-        else:
-            if self.good is not None:
-                os.close(self.good[1])
-            self.good = (update.version, update.fd)
-        self._tell(messages.UpdateDone(version=update.version, failures=update.failures))
-
-    def _take_back(self, update: _PendingUpdate) -> None:
-        """Workers that applied a refused update get the last good copy again (what they sample meanwhile is stamped with the refused version)."""
-        for worker in (self.workers[index] for index in update.applied):
-            if worker.state == "ready" and self.good is not None:
-                worker.state = "syncing"
-                self._send_weights(worker)
-            elif worker.pidfd >= 0:
-                self._kill(
-                    worker,
-                    f"weight update {update.version} was refused and there is no earlier copy",
-                    innocent_tickets=True,
-                )
+    # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _forward_evaluation(self, message: messages.Evaluate, fd: int) -> None:
         worker = self.workers[message.worker]
         if worker.state == "ready":
             self.evaluations.add((message.id, worker.index))
-            self._send(worker, message, [fd])
+            self.send(worker, message, [fd])
         else:
-            self._tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
+            self.tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
         os.close(fd)
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -490,7 +491,7 @@ class Keeper:
         waiting = {worker.pidfd for worker in self.workers if worker.pidfd >= 0 and worker.state == "ready"}
         for worker in self.workers:
             if worker.pidfd in waiting:
-                self._send(worker, messages.Stop())
+                self.send(worker, messages.Stop())
         deadline = time.monotonic() + STOP_GRACE_S
         with selectors.DefaultSelector() as selector:
             for fd in (*waiting, self.trainer_pidfd):
@@ -506,12 +507,14 @@ class Keeper:
         """Kill and reap everything, remove the temporary folder. Runs in every case, an exception of the keeper included."""
         for worker in self.workers:
             if worker.pidfd >= 0:
-                self._kill(worker, "the engine ended")
+                self.kill(worker, "the engine ended")
         for worker in self.workers:
             if worker.pidfd >= 0:
                 self._bury(worker)
         self._reap_adopted()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.door is not None:
+            messages.close_door(self.door, Path(self.record.run_dir or ""))
 
 
 def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict[str, str]:
@@ -576,7 +579,7 @@ def main() -> None:
         keeper.boot()
         keeper.run()
     except Exception as error:
-        keeper._tell(messages.Fault(kind="keeper", message=f"{type(error).__name__}: {error}"))
+        keeper.tell(messages.Fault(kind="keeper", message=f"{type(error).__name__}: {error}"))
         raise
     finally:
         if hasattr(keeper, "temp_dir"):

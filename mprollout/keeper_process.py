@@ -1,6 +1,7 @@
 """The trainer's handle on the keeper process: starting it, and making sure that it and all below it end.
 
     trainer --KeeperProcess.start--> keeper --> workers          returns the mapped segment, the control channel, the bells
+    a new trainer --KeeperProcess.attach--> the keeper of a run whose trainer died                                    the same
 
 Freed: everything by `close`, whatever state it was left in. After the keeper's death `end_orphans` ends what it could not.
 """
@@ -21,7 +22,7 @@ import msgspec
 import psutil
 
 from mprollout import _native, messages
-from mprollout.config import EngineConfig
+from mprollout.config import EngineConfig, SourceConfig
 from mprollout.errors import ConfigError, KeeperLost
 from mprollout.keeper import KeeperRecord, worker_environment
 from mprollout.ring import Plan, WorkerWord, segment_arguments
@@ -31,133 +32,223 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class KeeperProcess:
-    """A running keeper, from the constructor's return to `close`."""
+    """A running keeper, from `start` or `attach` to `close`."""
 
-    def __init__(self, config: EngineConfig, plan: Plan) -> None:
-        """Start it and wait until the memory stands (the workers start meanwhile).
+    def __init__(self, channel: messages.Channel, pid: int, process: subprocess.Popen[bytes] | None) -> None:
+        self.channel, self.pid, self.pidfd = channel, pid, os.pidfd_open(pid)
+        self.segment: _native.Segment
+        self.bell = -1
+        self.worker_bells: list[int] = []
+        self.booted: messages.Booted | None = None
+        self.completed: list[int] = []
+        """Versions that trainers before this one completed."""
+        self._process = process
+        """None: it is not this process's child (attached)."""
+
+    @classmethod
+    def start(cls, config: EngineConfig, plan: Plan) -> KeeperProcess:
+        """Start one and wait until the memory stands (the workers start meanwhile).
 
         Raises:
-            ConfigError: the config cannot be sent to another process.
+            ConfigError: the config cannot be sent to another process, or the run folder cannot be used.
             KeeperLost: it ended, or did not answer within 60 s.
         """
         for index in range(len(config.workers.devices)):
             worker_environment(
                 config.workers, index, Path()
             )  # raises for a GPU that CUDA_VISIBLE_DEVICES does not name
-        log_dir = Path(config.run_dir).resolve() / "logs" if config.run_dir else None
-        try:
-            if log_dir is not None:
-                log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"EngineConfig.run_dir={config.run_dir!r}: no folder can be made there: {error}"
-            ) from error
         record = KeeperRecord(
             segment=segment_arguments(plan),
             workers=config.workers,
             fault=config.fault,
             worker_record=_worker_record(config),
-            log_dir=str(log_dir) if log_dir else None,
+            run_dir=_make_run_dir(config.run_dir) if config.run_dir else None,
+            orphan_timeout_s=config.orphan_timeout_s,
+            trainer_record=_pickled(msgspec.structs.replace(config, source=_without_rows(config))),
         )
-        self.segment: _native.Segment | None = None
-        self.bell = -1
-        self.worker_bells: list[int] = []
-        self._temp_dir: str | None = None
-        self.channel, theirs = messages.Channel.pair()
+        channel, theirs = messages.Channel.pair()
         root = str(Path(__file__).resolve().parent.parent)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mprollout.keeper", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the keeper in order
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
-        )
+        with contextlib.ExitStack() as stack:
+            log = None  # the trainer's own stderr
+            if record.run_dir is not None:  # it may outlive the trainer, whose pipes it must not hold open
+                log = stack.enter_context(open(Path(record.run_dir) / "logs" / "keeper.log", "ab"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mprollout.keeper", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the keeper in order
+                stdin=subprocess.DEVNULL,
+                stdout=log or subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+            )
         theirs.close()
-        self.pid, self.pidfd = self.process.pid, os.pidfd_open(self.process.pid)
+        keeper = cls(channel, process.pid, process)
         try:
-            self._boot(record)
+            blob = messages.blob(pickle.dumps(record))
+            channel.send(messages.Boot(), [blob])
+            os.close(blob)
+            for fd in keeper._receive_boot():
+                os.close(fd)
         except BaseException:
-            self.close()
+            keeper.close()
             raise
+        return keeper
 
-    def _boot(self, record: KeeperRecord) -> None:
-        blob = messages.blob(pickle.dumps(record))
-        self.channel.send(messages.Boot(), [blob])
-        os.close(blob)
+    @classmethod
+    def attach(cls, run_dir: str) -> tuple[KeeperProcess, EngineConfig]:
+        """Take the place of a trainer that died, within its `orphan_timeout_s`.
+
+        Returns:
+            The keeper, and the config of the run (without the rows, where they were given as a Python object).
+
+        Raises:
+            ConfigError: nobody keeps that run any more, or its trainer lives.
+            KeeperLost: the keeper ended meanwhile.
+        """
+        try:
+            channel = messages.knock(Path(run_dir))
+        except OSError as error:
+            raise ConfigError(
+                f"attach({run_dir!r}): no keeper is there ({error}); start a new engine with the state"
+            ) from error
+        keeper = cls(channel, channel.peer()[0], None)
+        try:
+            channel.send(messages.Attach())
+            (record,) = keeper._receive_boot()
+            # from a process of this user's: `knock` asked the kernel
+            pickled, keeper.completed = pickle.loads(messages.read_blob(record))
+            config: EngineConfig = pickle.loads(pickled)
+        except BaseException:
+            keeper.detach()
+            raise
+        return keeper, config
+
+    def _receive_boot(self) -> list[int]:
+        """Take the memory and the bells; returns the descriptors that are left."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.channel, selectors.EVENT_READ)
             if not selector.select(BOOT_TIMEOUT_S):
                 raise KeeperLost(f"the keeper (pid {self.pid}) did not answer within {BOOT_TIMEOUT_S} s", pid=self.pid)
         try:
             received = self.channel.receive()
-        except EOFError:
+        except (EOFError, OSError):
             received = None
+        if received is not None and isinstance(received[0], messages.Fault) and received[0].kind == "attach":
+            raise ConfigError(f"attach: the keeper (pid {self.pid}) refuses: {received[0].message}")
         if received is None or not isinstance(received[0], messages.Booted):
-            why = received[0].message if received and isinstance(received[0], messages.Fault) else "its stderr says why"
+            why = (
+                received[0].message
+                if received and isinstance(received[0], messages.Fault)
+                else "its stderr (logs/keeper.log in the run folder) says why"
+            )
             raise KeeperLost(f"the keeper (pid {self.pid}) ended while starting: {why}", pid=self.pid)
-        self._temp_dir = received[0].run_dir
-        segment_fd, self.bell, *self.worker_bells = received[1]
+        self.booted = received[0]
+        segment_fd, self.bell, *fds = received[1]
         self.segment = _native.Segment.attach(segment_fd)
         os.close(segment_fd)
+        self.worker_bells, left = fds[: self.segment.workers], fds[self.segment.workers :]
+        return left
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a keeper that has ended; None where only its parent knows it (attached)."""
+        return self._process.wait() if self._process is not None else None
+
+    def _ended(self, timeout_s: float) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.pidfd, selectors.EVENT_READ)
+            return bool(selector.select(timeout_s))
 
     def stop(self) -> None:
         """Ask it to end everything and wait, at most 5 s; then kill. Does not raise, but for a second Ctrl-C."""
         with contextlib.suppress(OSError):
             self.channel.send(messages.Stop())
         try:
-            self.process.wait(CLOSE_TIMEOUT_S)
-        except BaseException as error:
-            self.process.kill()  # ends the workers by PDEATHSIG
-            self.process.wait()
+            self._ended(CLOSE_TIMEOUT_S)
+        finally:
+            if not self._ended(0):  # late, or a second Ctrl-C: no more patience
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # ends the workers by PDEATHSIG
             self.end_orphans()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise  # a second Ctrl-C: no more patience
 
     def end_orphans(self) -> None:
-        """After the keeper's death: end the workers' process groups that still stand, remove its temporary folder."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSE_TIMEOUT_S)
-        if self.segment is not None:
-            sessions = {self.segment.worker_words(index)[WorkerWord.PID] for index in range(self.segment.workers)} - {0}
-            for (
-                pid
-            ) in psutil.pids():  # a worker leads its own session; all that it started is in it, its leader dead or not
-                with contextlib.suppress(OSError):
-                    if os.getsid(pid) in sessions:
-                        os.kill(pid, signal.SIGKILL)
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        """After the keeper's death: end the workers' sessions that still stand. Nothing to do after a tidy end, whose last act removes the folder."""
+        if self._ended(CLOSE_TIMEOUT_S):
+            self.exit_code  # noqa: B018 (reaps it)
+        if self.booted is None or not Path(self.booted.temp_dir).exists():
+            return
+        sessions = {self.segment.worker_words(index)[WorkerWord.PID] for index in range(self.segment.workers)} - {0}
+        for (
+            pid
+        ) in psutil.pids():  # a worker leads its own session; all that it started is in it, its leader dead or not
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) in sessions:
+                    os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.booted.temp_dir, ignore_errors=True)
+
+    def detach(self) -> None:
+        """Leave the run as it is, for another trainer."""
+        with contextlib.suppress(OSError):
+            self.channel.send(messages.Detach())
+        if self._process is not None:
+            self._process.returncode = 0  # it lives on, and nobody here waits for it
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the descriptors."""
+        self.channel.close()
+        for fd in (self.pidfd, self.bell, *self.worker_bells):
+            if fd >= 0:
+                os.close(fd)
+        if self.booted is not None:
+            self.segment.close()
 
     def close(self) -> None:
         """Stop it and let go of everything but the mapping that views still hold."""
         try:
             self.stop()
         finally:
-            self.channel.close()
-            for fd in (self.pidfd, self.bell, *self.worker_bells):
-                if fd >= 0:
-                    os.close(fd)
-            if self.segment is not None:
-                self.segment.close()
+            self.let_go()
+
+
+def _make_run_dir(run_dir: str) -> str:
+    folder = Path(run_dir).resolve()
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            channel = messages.knock(folder)
+            pid = channel.peer()[0]
+            channel.close()
+            raise ConfigError(
+                f"EngineConfig.run_dir={run_dir!r}: an engine (keeper pid {pid}) runs there; attach to it, or take another folder"
+            )
+    except OSError as error:
+        raise ConfigError(f"EngineConfig.run_dir={run_dir!r}: no folder can be made there: {error}") from error
+    return str(folder)
+
+
+def _without_rows(config: EngineConfig) -> SourceConfig:
+    """What can be opened again by its name stays; rows that were given as an object are the trainer's own."""
+    return config.source if config.source.rows is None else msgspec.structs.replace(config.source, path="-", rows=None)
+
+
+def _pickled(config: EngineConfig) -> bytes:
+    try:
+        return pickle.dumps(config)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the config cannot be sent to the workers: {error}; give functions of a module's top level, or 'module:function'"
+        ) from error
 
 
 def _worker_record(config: EngineConfig) -> bytes:
     """(main's module name, its path, sys.path, config): the config by pickle, since it may name the user's functions; rows travel one by one."""
     source = msgspec.structs.replace(config.source, path="-", rows=None, reasoning_gym=None)
-    try:
-        pickled = pickle.dumps(msgspec.structs.replace(config, source=source))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"the config cannot be sent to the workers: {error}; give functions of a module's top level, or 'module:function'"
-        ) from error
+    pickled = _pickled(msgspec.structs.replace(config, source=source))
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     path = getattr(main, "__file__", None)
-    functions = (config.reward.function, config.rollout)
+    functions = (config.reward.function, config.filter.function, config.rollout)
     if not any(getattr(function, "__module__", None) == "__main__" for function in functions):
         name = path = None
-    elif name is None and (path is None or not os.path.exists(path)):
-        raise ConfigError(
-            "a reward or rollout function is defined in an interactive session; put it into a module that workers can import"
-        )
     return pickle.dumps((name, os.path.abspath(path) if path else None, sys.path, pickled))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mprollout.errors import ConfigError
@@ -31,6 +31,18 @@ class Reason(enum.IntEnum):
     TOO_LARGE = 7
     DEATHS = 8
     ROLLOUT = 9
+    FILTER = 10
+    """The filter function failed; its rejections have the reasons that follow."""
+    ZERO_SPREAD = 11
+
+
+FIRST_OWN_REASON = 64
+"""Reason code of `FilterConfig.reasons[0]`; the others follow."""
+
+
+def reason_name(code: int, own: Sequence[str]) -> str:
+    """The name of a reason code, as outcomes and statistics have it; `own`: `FilterConfig.reasons`."""
+    return own[code - FIRST_OWN_REASON] if code >= FIRST_OWN_REASON else Reason(code).name.lower()
 
 
 class Ledger:
@@ -53,6 +65,7 @@ class Ledger:
         """All tickets below are resolved. In ticket order it is the next one to deliver."""
         self._ended: collections.Counter[str] = collections.Counter()
         self._above: set[int] = set()
+        self._adopted: set[int] = set()  # live already when this ledger began; skipped by `next_ticket`
         self._forgotten = 0  # `_above` holds none below this
         self._next = 0
 
@@ -68,7 +81,7 @@ class Ledger:
 
     def next_ticket(self) -> int:
         """Hand out the lowest ticket that is neither resolved nor handed out."""
-        while self._next in self._above or self._next < self.watermark:
+        while self._next in self._above or self._next in self._adopted or self._next < self.watermark:
             self._next += 1
         ticket, self._next = self._next, self._next + 1
         return ticket
@@ -90,6 +103,22 @@ class Ledger:
         """All tickets below were handed out or are resolved."""
         return self._next
 
+    def adopt(self, live: Collection[int]) -> None:
+        """Tickets that are live although this ledger has not handed them out: a trainer before this one did."""
+        self._adopted |= {ticket for ticket in live if not self.is_resolved(ticket)}
+
+    def is_handed_out(self, ticket: int) -> bool:
+        """Whether the ticket has left for the live table, or is resolved."""
+        return ticket < self._next or ticket in self._adopted or self.is_resolved(ticket)
+
+    @property
+    def ahead(self) -> int:
+        """Live tickets behind the one that is handed out next: those of an earlier trainer, when this one starts further back."""
+        if not self._adopted:
+            return 0
+        following = self.peek_ticket()
+        return sum(ticket > following for ticket in self._adopted)
+
     def is_resolved(self, ticket: int) -> bool:
         return ticket < self.watermark or ticket in self._above
 
@@ -99,12 +128,13 @@ class Ledger:
         Raises:
             AssertionError: the ticket was resolved before, or never handed out: a broken promise, never a user's error.
         """
-        if self.is_resolved(ticket) or ticket >= self._next:
+        if self.is_resolved(ticket) or not self.is_handed_out(ticket):
             raise AssertionError(
                 f"ticket {ticket} ({outcome}) is resolved twice or was never admitted; watermark {self.watermark}, next {self._next}"
             )
         if outcome != "taken":
             self._ended[outcome] += 1
+        self._adopted.discard(ticket)
         # Each step leaves a consistent state behind, since a signal may raise between any two (the main thread takes).
         self._above.add(ticket)
         watermark = self.watermark

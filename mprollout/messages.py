@@ -1,6 +1,7 @@
 """The control messages and the socket that carries them.
 
     trainer <--Channel--> keeper <--Channel--> worker          (Unix seqpacket: one datagram a message, descriptors beside it)
+    monitor, or a new trainer --knock--> RUN/keeper.sock       (the same; owner only, and each side asks the kernel who the other is)
 
 Invariant: a send never blocks and never loses a message: what the kernel does not take stands in the outbox until the socket is
 writable again (`Channel.flush`). What is large travels as a sealed memfd (`blob`), since a datagram is bounded by the socket's buffer.
@@ -9,11 +10,15 @@ writable again (`Channel.flush`). What is large travels as a sealed memfd (`blob
 from __future__ import annotations
 
 import collections
+import contextlib
 import fcntl
 import mmap
 import os
 import socket
+import struct
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -34,9 +39,40 @@ class Boot(_Message, frozen=True, kw_only=True):
 
 
 class Booted(_Message, frozen=True, kw_only=True):
-    """Keeper to trainer: the memory stands. Beside it: the segment, the attendant's bell, the workers' bells."""
+    """Keeper to trainer: the memory stands. Beside it: the segment, the attendant's bell, the workers' bells; for a trainer that
+    attaches, a blob behind them: the pickled (pickled `EngineConfig`, completed versions).
+    """
 
-    run_dir: str
+    temp_dir: str
+    highest_version: int = 0
+    """Of all updates that were ever sent."""
+    confirmed: int = 0
+    """Resolved tickets of the newest state that was confirmed."""
+
+
+class Attach(_Message, frozen=True, kw_only=True):
+    """A new trainer to the keeper, by the socket in the run folder: take me for the one that died. Answered by Booted, or a Fault that says why not."""
+
+
+class Detach(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper: I cannot go on from here after all; wait for another."""
+
+
+class Observe(_Message, frozen=True, kw_only=True):
+    """A monitor to the keeper, by the same socket. Answered by the workers' states, then Observed; then the keeper hangs up."""
+
+
+class Observed(_Message, frozen=True, kw_only=True):
+    """Keeper to a monitor. Beside it: the segment, opened for reading only."""
+
+    trainer_pid: int
+    """0: none is there."""
+
+
+class Confirmed(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper: a checkpoint with so many resolved tickets was saved."""
+
+    resolved: int
 
 
 class WorkerReady(_Message, frozen=True, kw_only=True):
@@ -150,6 +186,11 @@ class Fault(_Message, frozen=True, kw_only=True):
 Message = (
     Boot
     | Booted
+    | Attach
+    | Detach
+    | Observe
+    | Observed
+    | Confirmed
     | WorkerReady
     | WorkerFailed
     | Go
@@ -194,6 +235,69 @@ def read_blob(fd: int) -> bytes:
         os.close(fd)
 
 
+DOOR = "keeper.sock"
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """The door's path by way of a descriptor: a Unix socket's name has at most 107 bytes, a folder's has no such bound."""
+    fd = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{DOOR}"
+    finally:
+        os.close(fd)
+
+
+def open_door(folder: Path) -> socket.socket:
+    """Listen in a run folder, for this user alone; a socket that a killed keeper left is replaced.
+
+    Raises:
+        OSError: the folder cannot be used, or somebody listens there.
+    """
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(door.fileno(), 0o600)  # before bind, which makes the file with this mode
+        with _short(folder) as path:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                knock(folder).close()
+                raise FileExistsError(f"{folder / DOOR}: another keeper listens there")
+            Path(path).unlink(missing_ok=True)
+            door.bind(path)
+        door.listen()
+        door.setblocking(False)
+        return door
+    except BaseException:
+        door.close()
+        raise
+
+
+def close_door(door: socket.socket, folder: Path) -> None:
+    """Stop listening; no file is left."""
+    door.close()
+    (folder / DOOR).unlink(missing_ok=True)
+
+
+def knock(folder: Path) -> Channel:
+    """A channel to the keeper that listens in a run folder.
+
+    Raises:
+        FileNotFoundError: there is no socket.
+        ConnectionRefusedError: nobody listens any more.
+        PermissionError: it is another user's.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _short(folder) as path:
+            sock.connect(path)
+        channel = Channel(sock)
+        if channel.peer()[1] != os.getuid():
+            raise PermissionError(f"{folder / DOOR}: the process that listens there belongs to another user")
+        return channel
+    except BaseException:
+        sock.close()
+        raise
+
+
 class Channel:
     """One end of a control socket. `send` from any thread; `receive` from one."""
 
@@ -215,8 +319,17 @@ class Channel:
     def fileno(self) -> int:
         return self.socket.fileno()
 
+    def peer(self) -> tuple[int, int]:
+        """Process and user on the other side, as they were when it connected; the kernel says so."""
+        pid, uid, _ = struct.unpack(
+            "3i", self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
+        return pid, uid
+
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Send, or keep for `flush`. Descriptors are duplicated into the outbox, so the caller may close its own.
+
+        Where a signal raises in here (Ctrl-C), the message was sent once or not at all.
 
         Raises:
             OSError: the peer is gone (the process watch reports it too; callers may ignore it).
@@ -229,15 +342,16 @@ class Channel:
         """Send what the kernel takes now."""
         with self._lock:
             while self._outbox:
-                data, fds = self._outbox[0]
+                data, fds = self._outbox.popleft()  # not after the send: a signal may raise between the two
                 try:
                     socket.send_fds(self.socket, [data], fds)
                 except BlockingIOError:
+                    self._outbox.appendleft((data, fds))
                     return
                 except OSError:
+                    self._outbox.appendleft((data, fds))
                     self._drop_outbox()
                     raise
-                self._outbox.popleft()
                 for fd in fds:
                     os.close(fd)
 
@@ -264,10 +378,9 @@ class Channel:
         return self._decoder.decode(data), fds
 
     def _drop_outbox(self) -> None:
-        for _, fds in self._outbox:
-            for fd in fds:
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
                 os.close(fd)
-        self._outbox.clear()
 
     def close(self) -> None:
         with self._lock:

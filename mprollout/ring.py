@@ -56,6 +56,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_group_bytes: int
     max_prompt_bytes: int
     max_live_groups: int
+    spare: int
+    """Entries for tickets that an attached trainer has to admit before those that its predecessor left."""
 
 
 def _context_length(config: EngineConfig) -> int | None:
@@ -91,7 +93,8 @@ def plan(config: EngineConfig) -> Plan:
     max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(sampling, prompt_tokens)
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
-    kept = live if gate.max_lag is not None else max(-(-live // workers), batch)
+    spare = batch if config.orphan_timeout_s and gate.max_lag is not None else 0
+    kept = live + spare if gate.max_lag is not None else max(-(-live // workers), batch)
     extents = 2 * (kept + batch) + 1
     arena_bytes = config.ring.arena_bytes or _round_up(extents * max_group_bytes, 4096)
     if arena_bytes < 2 * max_group_bytes:
@@ -107,20 +110,21 @@ def plan(config: EngineConfig) -> Plan:
         )
     return Plan(
         workers=workers,
-        entries=live,
-        cells=max(2, 1 << (live - 1).bit_length()),
-        descriptors=live + 4 * batch + 16,
+        entries=live + spare,
+        cells=max(2, 1 << (live + spare - 1).bit_length()),
+        descriptors=live + spare + 4 * batch + 16,
         arena_bytes=arena_bytes,
         max_group_bytes=max_group_bytes,
         max_prompt_bytes=_round_up(max_prompt_bytes, 64),
         max_live_groups=live,
+        spare=spare,
     )
 
 
 def segment_arguments(plan: Plan) -> dict[str, Any]:
     """Keyword arguments of `Segment.create` and `Segment.size_of`."""
     sizes: dict[str, Any] = msgspec.structs.asdict(plan)
-    del sizes["max_live_groups"]
+    del sizes["max_live_groups"], sizes["spare"]
     return {**sizes, "schema": schema_bytes()}
 
 

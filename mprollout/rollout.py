@@ -10,9 +10,10 @@ The built-in one is `single_turn`. Invariant: `token_ids`, `logprobs`, `loss_mas
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mprollout.errors import SampleAborted
+from mprollout.errors import ConfigError, SampleAborted
+from mprollout.functions import check_function, is_async, load_function
 from mprollout.generator import GenerateRequest, Generation, Generator, VersionSpan
 from mprollout.ring import RolledSample
 
@@ -109,3 +110,29 @@ class Session:
 async def single_turn(session: Session, prompt: Prompt) -> None:
     """One completion of the prompt: the built-in rollout function."""
     await session.generate()
+
+
+def check_rollout(spec: Any) -> None:
+    """Refuse in the trainer what cannot be a rollout function; None is the single turn.
+
+    Raises:
+        ConfigError: as `check_function`, or it is no `async def`.
+    """
+    if spec is not None:
+        check_function("EngineConfig.rollout", spec, ("session", "prompt"))
+        if callable(spec):
+            _require_async(spec, spec)
+
+
+def load_rollout(spec: Any) -> RolloutFunction:
+    """The rollout function, in the worker. Raises as `check_rollout`, and what the user's module raises."""
+    if spec is None:
+        return single_turn
+    function = load_function("EngineConfig.rollout", spec, ("session", "prompt"))
+    _require_async(spec, function)
+    return function
+
+
+def _require_async(spec: Any, function: Callable[..., Any]) -> None:
+    if not is_async(function):
+        raise ConfigError(f"EngineConfig.rollout: expected `async def rollout(session, prompt)`, got {spec!r}")

@@ -21,9 +21,10 @@ import msgspec
 from mprollout import _native, messages
 from mprollout.config import EngineConfig, SamplingConfig
 from mprollout.errors import MprolloutError, RewardError, SampleAborted, SampleFailed
-from mprollout.ledger import Reason
+from mprollout.ledger import FIRST_OWN_REASON, Reason
 from mprollout.places import Place, Places
-from mprollout.reward import RewardInput, RewardPool, RewardRaised
+from mprollout.reward import FilterFailed, RewardInput, RewardRaised
+from mprollout.reward_pool import RewardPool
 from mprollout.ring import RolledSample, WorkerWord
 from mprollout.rollout import RolloutFunction, Session
 
@@ -58,7 +59,7 @@ class Sampler:
         self.updates_seen = 0
         """Weight updates begun: an abort that one of them caused is not the prompt's failure."""
         self._config, self._rollout, self._words = config, rollout, words
-        self._rewards = RewardPool(config.reward)
+        self._rewards = RewardPool(config.reward, config.filter)
 
     def warm(self) -> None:
         """Start the reward processes early, beside the engine."""
@@ -117,6 +118,17 @@ class Sampler:
         await self.score_group(made)
         return made
 
+    async def rejection(self, made: list[Made]) -> int | None:
+        """The reason code for which the filter rejects a group; None: it is kept. Raises as `RewardPool.reject`."""
+        settings = self._config.filter
+        rewards = [one.reward for one in made]
+        if settings.zero_spread and min(rewards) == max(rewards):
+            return Reason.ZERO_SPREAD
+        if settings.function is None:
+            return None
+        reason = await self._rewards.reject([one.input for one in made], rewards)
+        return FIRST_OWN_REASON + settings.reasons.index(reason) if reason else None
+
     async def run_one(
         self,
         place: Place,
@@ -147,16 +159,12 @@ class Sampler:
                         ) from None
                     if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                         raise
-                    raise SampleFailed(
-                        f"sample {name}: the rollout or reward function raised CancelledError"
-                    ) from error
+                    raise SampleFailed(f"sample {name}: the rollout function raised CancelledError") from error
                 except (
                     SystemExit,
                     KeyboardInterrupt,
                 ) as error:  # would end the event loop, and every neighbour with it
-                    raise SampleFailed(
-                        f"sample {name}: the rollout or reward function raised {type(error).__name__}"
-                    ) from error
+                    raise SampleFailed(f"sample {name}: the rollout function raised {type(error).__name__}") from error
         finally:
             place.release()
             self._count_running()
@@ -218,6 +226,8 @@ def derive_seed(base: int, *parts: int) -> int:
 def reason_of(error: BaseException) -> Reason:
     """The reason code of a failed attempt."""
     match error:
+        case FilterFailed():
+            return Reason.FILTER
         case RewardError() | RewardRaised():
             return Reason.REWARD
         case TimeoutError():

@@ -1,22 +1,25 @@
 """`SimulatedGenerator`: a `Generator` without a model. Every promise is tested with it, and capacity is planned with it.
 
-    generate: draw length, tokens, logprobs, fault --> sleep until the next event --> settle --> Generation
-              (one timer a request, no work a token; an update, an abort and a fault are such events)
+    generate: draw length, tokens, logprobs, fault --> wait for the prefill clock, then for the decode clock --> Generation
+              (one timer a clock, no work a token; an update stops both clocks, an abort nudges its run)
 
 Invariant: what a request yields depends on `(config.seed, request.seed)` alone, never on timing; timing decides only how
-much of it is there at an abort and which version made which part. `_Run.settle`, the one place where progress is
-counted, guarantees it: it moves forward a prefix of tokens that were drawn before the first sleep.
+much of it is there at an abort and which version made which part. `_Run.made`, the one place where progress is
+counted, guarantees it: it moves forward a prefix of tokens that were drawn before the first wait.
 Imports neither torch nor sglang.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import json
 import math
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     from mprollout.config import SimulatedConfig
     from mprollout.weights import StagedWeights
 
-_FAULTS = ("exception", "abort", "swallow", "die")
+FAULTS = ("exception", "abort", "swallow", "die", "hang", "slow", "short")
+"""Raises, is aborted by the engine, never answers, kills its process, blocks the event loop; takes 20 times as long, misses a logprob."""
+SLOWNESS = 20.0
 
 
 class ByteTokenizer:
@@ -56,13 +61,81 @@ class ByteTokenizer:
         return bytes(i for i in token_ids if i < 256).decode(errors="replace")
 
 
+class _Clock:
+    """Work that all who wait get done at the same speed. One timer, whatever their number: the next one due."""
+
+    def __init__(self, speed: Callable[[int], float]) -> None:
+        """`speed`: work a second for each of so many waiters; may be infinite."""
+        self._speed = speed
+        self._rate = self._since = self.done = 0.0
+        """`done`: work of one that has waited for ever, at the last `settle`."""
+        self._stopped, self._waiting = False, 0
+        self._due: list[tuple[float, int, asyncio.Future[bool]]] = []
+        self._order = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, amount: float, nudged: asyncio.Future[bool]) -> float:
+        """Until `amount` is done, or until somebody sets `nudged` to False; returns what was done."""
+        self.settle()
+        start = self.done
+        heapq.heappush(self._due, (start + amount, next(self._order), nudged))
+        self._waiting += 1
+        self._arm()
+        try:
+            whole = await nudged
+        finally:
+            self.settle()
+            self._waiting -= 1
+            self._arm()
+        return amount if whole else min(amount, self.done - start)
+
+    def stop(self) -> None:
+        """Nothing gets done until `go`."""
+        self.settle()
+        self._stopped = True
+        self._arm()
+
+    def go(self) -> None:
+        self._stopped = False
+        self._arm()
+
+    def settle(self) -> None:
+        """Bring `done` up to this moment."""
+        now = asyncio.get_running_loop().time()
+        if math.isfinite(self._rate):
+            self.done += (now - self._since) * self._rate
+        self._since = now
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._due and self._due[0][2].done():
+            heapq.heappop(self._due)
+        self._rate = 0.0 if self._stopped or not self._waiting else self._speed(self._waiting)
+        if self._due and self._rate:
+            left = max(0.0, self._due[0][0] - self.done) / self._rate
+            self._timer = asyncio.get_running_loop().call_later(left, self._fire)
+
+    def _fire(self) -> None:
+        self.settle()
+        while self._due and (self._due[0][0] <= self.done + 1e-6 or math.isinf(self._rate)):
+            due = heapq.heappop(self._due)[2]
+            if not due.done():
+                due.set_result(True)
+        self._arm()
+
+
 class _Run:
     """One request under way: what it will say, how far it is, which version said which part."""
 
-    def __init__(self, config: SimulatedConfig, request: GenerateRequest, eos_id: int) -> None:
+    def __init__(self, config: SimulatedConfig, request: GenerateRequest, eos_id: int, decode: _Clock) -> None:
         rng = np.random.default_rng([config.seed, request.seed])
         sampling = request.sampling
-        wanted = max(1, round(config.mean_tokens * math.exp(rng.normal(-(config.sigma**2) / 2, config.sigma))))
+        if config.lengths:
+            wanted = max(1, config.lengths[int(rng.integers(len(config.lengths)))])
+        else:
+            wanted = max(1, round(config.mean_tokens * math.exp(rng.normal(-(config.sigma**2) / 2, config.sigma))))
         n = request.max_new_tokens if sampling.ignore_eos else min(wanted, request.max_new_tokens)
         tokens = rng.integers(0, config.vocab_size - 1, n)
         tokens += tokens >= eos_id  # the EOS comes once, at the end
@@ -80,33 +153,31 @@ class _Run:
         self.token_ids: list[int] = tokens.tolist()
         self.logprobs: list[float] = (-rng.exponential(1.0, len(tokens))).tolist()
 
-        bounds = np.cumsum([config.faults.get(fault, 0.0) for fault in _FAULTS])
+        bounds = np.cumsum([config.faults.get(fault, 0.0) for fault in FAULTS])
         kind = int(np.searchsorted(bounds, rng.random(), side="right"))
-        self.fault = _FAULTS[kind] if kind < len(_FAULTS) else None
-        self.target = len(tokens) if self.fault is None else int(rng.integers(0, len(tokens) + 1))
+        self.fault = FAULTS[kind] if kind < len(FAULTS) else None
+        ends_early = self.fault in ("exception", "abort", "swallow", "die", "hang")
+        self.target = int(rng.integers(0, len(tokens) + 1)) if ends_early else len(tokens)
         """Tokens after which the run ends: all of them, or those before its fault."""
 
-        self.made = 0
         self.spans: list[VersionSpan] = []
         self.prefill_left_s = config.prefill_s
-        self.aborted = False
-        self.started = False
-        self._tokens_per_s = config.tokens_per_s or math.inf
-        self._decoded_s = 0.0
-        self._since: float | None = None
-        self._nudged: asyncio.Future[None] | None = None
+        self.aborted = self.finished = False
+        self._work_per_token = SLOWNESS if self.fault == "slow" else 1.0
+        self._decode, self._decoded = decode, 0.0
+        self._decoding_since: float | None = None
+        self._nudged: asyncio.Future[bool] | None = None
 
-    def settle(self) -> None:
-        """Turn the time since the last call into prefill and tokens; the clock then stands until `advance`."""
-        if self._since is None:
-            return
-        spent, self._since = asyncio.get_running_loop().time() - self._since, None
-        prefilled = min(spent, self.prefill_left_s)
-        self.prefill_left_s -= prefilled
-        self._decoded_s += spent - prefilled
-        if self.prefill_left_s <= 0:
-            progress = self._decoded_s * self._tokens_per_s if self._decoded_s else 0.0
-            self.made = self.target if math.isinf(self._tokens_per_s) else min(self.target, int(progress + 1e-6))
+    @property
+    def made(self) -> int:
+        """Tokens so far."""
+        if self.finished:
+            return self.target
+        decoded = self._decoded
+        if self._decoding_since is not None:
+            self._decode.settle()
+            decoded += self._decode.done - self._decoding_since
+        return min(self.target, int(decoded / self._work_per_token + 1e-6))
 
     def stamp(self, version: int) -> None:
         """Book the tokens since the last stamp on `version`."""
@@ -117,32 +188,30 @@ class _Run:
     def nudge(self) -> None:
         """Make `advance` return early."""
         if self._nudged is not None and not self._nudged.done():
-            self._nudged.set_result(None)
+            self._nudged.set_result(False)
 
-    async def rest(self) -> None:
-        """Stand still until somebody nudges."""
+    async def advance(self, prefill: _Clock) -> None:
+        """Prefill, or decode to the target, or less if somebody nudges."""
         self._nudged = asyncio.get_running_loop().create_future()
-        await self._nudged
-
-    async def advance(self) -> None:
-        """Let time pass until the target is reached or somebody nudges."""
-        self.started = True
-        loop = asyncio.get_running_loop()
-        self._since = loop.time()
-        left_s = self.prefill_left_s + max(0.0, self.target / self._tokens_per_s - self._decoded_s)
-        self._nudged = loop.create_future()
-        timer = loop.call_later(left_s, self.nudge)
+        if self.prefill_left_s > 0:
+            self.prefill_left_s -= await prefill.wait(self.prefill_left_s, self._nudged)
+            return
+        self._decode.settle()
+        self._decoding_since = self._decode.done
+        left = self.target * self._work_per_token - self._decoded
         try:
-            await self._nudged
+            did = await self._decode.wait(left, self._nudged)
         finally:
-            timer.cancel()
-            self.settle()
+            self._decoding_since = None
+        self._decoded += did
+        self.finished = did >= left
 
     def result(self, version: int, finish_reason: FinishReason) -> Generation:
         self.stamp(version)
+        made = self.made
         return Generation(
-            token_ids=self.token_ids[: self.made],
-            logprobs=self.logprobs[: self.made],
+            token_ids=self.token_ids[:made],
+            logprobs=self.logprobs[: made - (self.fault == "short")],
             finish_reason=finish_reason,
             versions=self.spans,
             matched_stop=self.matched_stop if finish_reason == "stop" else None,
@@ -176,9 +245,13 @@ class SimulatedGenerator(Generator):
         self._config = config
         self._runs: dict[str, _Run] = {}
         self._halted_by: set[str] = {"start"}
+        each, all_together = config.tokens_per_s or math.inf, config.max_tokens_per_s or math.inf
+        self._decode = _Clock(lambda running: min(each, all_together / running))  # work: tokens
+        self._prefill = _Clock(lambda running: 1.0)  # work: seconds
         self._updating = asyncio.Lock()
 
     async def start(self) -> None:
+        self._halt("start")
         await asyncio.sleep(self._config.start_s)
         if self._config.die_at_start:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -199,15 +272,18 @@ class SimulatedGenerator(Generator):
             )
         if request.request_id in self._runs:
             raise ValueError(f"request id {request.request_id!r} is already in use")
-        run = self._runs[request.request_id] = _Run(self._config, request, self.eos_token_id)
+        run = self._runs[request.request_id] = _Run(self._config, request, self.eos_token_id, self._decode)
         try:
-            await self._run_to_target(run)
-            if run.fault == "swallow" and run.made == run.target:
+            while not run.aborted and not run.finished:
+                await run.advance(self._prefill)
+            if run.fault == "swallow" and run.finished:
                 await asyncio.Event().wait()  # an answer that never comes, whatever is aborted
             if run.aborted:
                 return run.result(self.version, "abort")
             if run.fault == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if run.fault == "hang":
+                threading.Event().wait()  # the event loop stands still: what a library that takes the GIL and keeps it does
             if run.fault == "exception":
                 raise RuntimeError(f"simulated fault: request {request.request_id} raised after {run.made} tokens")
             return run.result(self.version, "abort" if run.fault == "abort" else run.finish_reason)
@@ -217,7 +293,6 @@ class SimulatedGenerator(Generator):
     async def abort(self, request_id: str | None = None) -> None:
         for key in list(self._runs) if request_id is None else [request_id]:
             if run := self._runs.get(key):
-                run.settle()
                 run.aborted = True
                 run.nudge()
 
@@ -233,8 +308,9 @@ class SimulatedGenerator(Generator):
                 await asyncio.sleep(self._config.update_s)
                 for run in self._runs.values():
                     run.stamp(self.version)
-                    if pause == "retract" and run.made:
+                    if pause == "retract" and run.made and not run.finished:
                         run.prefill_left_s = self._config.prefill_s
+                        run.nudge()
                 self.version = version
             finally:
                 self._go_on("update")
@@ -251,18 +327,13 @@ class SimulatedGenerator(Generator):
     async def close(self) -> None:
         await self.abort()
 
-    async def _run_to_target(self, run: _Run) -> None:
-        while not run.aborted and not (run.made == run.target and run.prefill_left_s <= 0 and run.started):
-            await (run.rest() if self._halted_by else run.advance())
-
     def _halt(self, *reasons: str) -> None:
         self._halted_by.update(reasons)
-        for run in self._runs.values():
-            run.settle()
-            run.nudge()
+        self._prefill.stop()
+        self._decode.stop()
 
     def _go_on(self, *reasons: str) -> None:
         self._halted_by.difference_update(reasons)
         if not self._halted_by:
-            for run in self._runs.values():
-                run.nudge()
+            self._prefill.go()
+            self._decode.go()

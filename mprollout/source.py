@@ -60,7 +60,8 @@ _decoder = msgspec.msgpack.Decoder(Prompt)
 
 
 class PromptSource:
-    """Rows by ticket. Opening a JSONL file reads and checks all of it once (blocking); then 8 bytes a row are held.
+    """Rows by ticket. Opening a JSONL file reads and checks all of it once (blocking); then 8 bytes a row are held. A list is
+    checked whole, too; the rows of a data set object are checked when they are reached (the first one at opening).
 
     A Parquet file is held in memory in Arrow's form. Not thread-safe: one thread asks for rows.
 
@@ -93,6 +94,9 @@ class PromptSource:
             raise SourceError(f"{self._rows.name}: no rows")
         self._permutation: tuple[int, list[int]] | None = None  # the keys of the epoch asked for last
         self.encode(0)  # what is wrong with every row fails here, not in a running engine
+        if type(config.rows) in (list, tuple):  # in memory already; a data set object may compute or load its rows
+            for index in range(self._count):
+                self._read(index)
         self.fingerprint = self._fingerprint()
         """Identity of the data for checkpoints: name, size, rows, a digest of the first and the last prompt, seed.
         Other contents with all of these equal are not noticed."""

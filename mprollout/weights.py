@@ -31,6 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from mprollout.errors import MemoryBudgetError
+from mprollout.ring import memory_limit
+
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined]
 
@@ -150,9 +153,11 @@ def stage(
             folder with .safetensors files. Tensors on a GPU are copied through pinned memory. Tied tensors are staged under each of their names.
 
     Raises:
-        ValueError: a name comes twice, a dtype cannot be staged, or the folder holds no safetensors. Nothing is left.
-        Exception: whatever the iterable raises. Nothing is left.
+        ValueError: the source is none of these, a name comes twice, a tensor cannot be staged, or the folder holds no safetensors.
+        MemoryBudgetError: the copy does not fit into what the cgroup or the machine has left.
+        Exception: whatever the iterable raises. Nothing is left in any case.
     """
+    left, limit = memory_limit()
     fd = os.memfd_create("mprollout-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
@@ -164,7 +169,12 @@ def stage(
             if dtype not in _ITEM_BYTES:
                 raise ValueError(f"staging weights: {name!r} has dtype {dtype}; supported are {', '.join(_ITEM_BYTES)}")
             at, checksum = _append(fd, bytes(-at % _ALIGNMENT), at, checksum)
-            entries[name] = _Entry(dtype, tuple(shape), at)
+            entries[name] = entry = _Entry(dtype, tuple(shape), at)
+            if at + entry.nbytes > left:
+                raise MemoryBudgetError(
+                    f"staging weights: {name!r} brings the copy to {at + entry.nbytes:,} bytes, but only {left:,} were left ({limit}); "
+                    "raise the limit, or give fewer or smaller tensors"
+                )
             for chunk in chunks:
                 at, checksum = _append(fd, chunk, at, checksum)
         if not entries:
@@ -281,9 +291,28 @@ def _pieces(source: Any) -> Iterator[tuple[str, str, tuple[int, ...], Iterable[B
     if isinstance(source, (str, os.PathLike)):
         yield from _from_checkpoint(Path(source))
     else:
-        for name, tensor in source.items() if isinstance(source, Mapping) else source:
+        for name, tensor in _named_tensors(source):
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield name, dtype, tuple(tensor.shape), _tensor_chunks(tensor)
+
+
+def _named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    if not isinstance(source, Iterable):
+        raise ValueError(
+            f"staging weights: expected a state_dict, (name, tensor) pairs or a checkpoint folder; got {source!r:.200}"
+        )
+    for pair in source.items() if isinstance(source, Mapping) else source:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(f"staging weights: expected (name, tensor) pairs; got {pair!r:.200}")
+        name, tensor = pair
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"staging weights: {name!r}: expected a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "a meta tensor, which has no data" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
+            raise ValueError(f"staging weights: {name!r}: expected a dense tensor; got {kind}")
+        yield name, tensor
 
 
 def _tensor_chunks(tensor: torch.Tensor) -> Iterator[Buffer]:

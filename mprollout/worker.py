@@ -185,6 +185,9 @@ class RolloutWorker:
             try:
                 tell = functools.partial(self._note, claim, final=False)
                 made = await self._sampler.run_group(prompt, prompt_ids, name, seed, tell=tell)
+                if (rejected := await self._sampler.rejection(made)) is not None:
+                    self._finish(claim, _native.FILTERED, rejected)
+                    return
                 meta = [prompt.row, self._generator.version, claimed_ns, time.monotonic_ns()]
                 arrays = encode_group(meta, prompt_ids, [one.sample for one in made], [one.reward for one in made])
                 if self._producer.publish(claim, arrays):
@@ -217,6 +220,9 @@ class RolloutWorker:
     def _end(self, claim: _native.Claim, state: int, reason: Reason, error: BaseException) -> None:
         # The note goes before the word changes, so that the cause is never later than its effect.
         self._note(claim, error, final=True, reason=reason)
+        self._finish(claim, state, reason)
+
+    def _finish(self, claim: _native.Claim, state: int, reason: int) -> None:
         self._producer.end(claim, state, reason)
         os.eventfd_write(self._attendant_bell, 1)
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import inspect
 import multiprocessing.spawn
 import os
 import pickle
 import socket
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mprollout
 from mprollout import _native, messages
 from mprollout.config import EngineConfig, SimulatedConfig
-from mprollout.errors import ConfigError, MprolloutError
+from mprollout.errors import MprolloutError
 from mprollout.orphans import patch_spawn
 
 if TYPE_CHECKING:
@@ -51,24 +49,6 @@ def make_generator(config: EngineConfig, index: int) -> Generator:
     )
 
 
-def load_rollout(spec: Any) -> Any:
-    """The rollout function: given as "module:function", as itself, or the single turn."""
-    from mprollout.rollout import single_turn
-
-    if spec is None:
-        return single_turn
-    function = spec
-    if isinstance(spec, str):
-        module, _, name = spec.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"EngineConfig.rollout: expected 'module:function', got {spec!r}: {error}") from error
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"EngineConfig.rollout: expected `async def rollout(session, prompt)`, got {spec!r}")
-    return function
-
-
 def import_main(name: str | None, path: str | None) -> None:
     """Make the user's script importable as `__main__`, as multiprocessing's spawn does, so that its functions unpickle."""
     if name is not None:  # python -m package.module
@@ -85,6 +65,7 @@ async def live(index: int, channel: messages.Channel, fds: list[int]) -> None:
     main_name, main_path, sys.path[:], pickled = pickle.loads(messages.read_blob(record_fd))
     import_main(main_name, main_path)
     config: EngineConfig = pickle.loads(pickled)
+    from mprollout.rollout import load_rollout
     from mprollout.worker import RolloutWorker
 
     generator, rollout = make_generator(config, index), load_rollout(config.rollout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -18,6 +19,13 @@ session_processes: set[int] = set()
 
 _GRACE_S = 3.0
 """How long the last of a test may take to go away."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist, the tests that share a costly fixture or fill a core stay together; the rest spreads."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("sglang"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,6 +56,7 @@ def nothing_left_behind(private_tmp: Path) -> Iterator[None]:
     deadline = time.monotonic() + _GRACE_S
     while True:
         left = {what: sorted(look() - before[what]) for what, look in looks.items()}
+        left["shared memory"] = sorted(set(left["shared memory"]) - _of_others(left["shared memory"]))
         left = {what: names for what, names in left.items() if names}
         if not left:
             return
@@ -78,6 +87,16 @@ def _processes() -> set[str]:
 
 def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _of_others(names: list[str]) -> set[str]:
+    """Those of the files in /dev/shm that a living process outside of this test run has mapped: not this test's."""
+    own = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    maps = ""
+    for pid in set(psutil.pids()) - own:
+        with contextlib.suppress(OSError):
+            maps += Path(f"/proc/{pid}/maps").read_text()
+    return {name for name in names if f"/dev/shm/{name}" in maps}
 
 
 def _files(folder: Path) -> set[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 import psutil
 
 import mprollout as mp
+from mprollout.rollout import Session
+from mprollout.source import Prompt
 
 
 def length(sample: mp.RewardInput) -> float:
@@ -38,6 +43,49 @@ def rank(samples: list[mp.RewardInput]) -> list[float]:
     return [float(sample.index) for sample in samples]
 
 
+async def async_index(sample: mp.RewardInput) -> float:
+    return float(sample.index)
+
+
+outage_calls = 0
+
+
+async def down_twice(sample: mp.RewardInput) -> float:
+    """Raises in its calls 1 to 15 and 41 to 55 in this process."""
+    global outage_calls
+    outage_calls += 1
+    if (outage_calls - 1) % 40 < 15 and outage_calls < 60:
+        raise ConnectionError(f"the judge is down in call {outage_calls}")
+    return 1.0
+
+
+async def poisonous_row_0(session: Session, prompt: Prompt) -> None:
+    """Ends its worker, a moment after it started, for row 0."""
+    if prompt.row == 0:
+        await asyncio.sleep(0.05)
+        os._exit(13)
+    await session.generate()
+
+
+def with_a_process(sample: mp.RewardInput) -> float:
+    """Leaves a process of its own running, as a sandbox or a compiler may be."""
+    subprocess.Popen(["sleep", "60"])
+    return 1.0
+
+
+def judge_group(samples: list[mp.RewardInput]) -> list[float]:
+    """The index of each sample in its group; no verdict for rows that say so."""
+    if samples[0].prompt.fields.get("judge") == "absent":
+        raise LookupError("there is no judge for this row")
+    return rank(samples)
+
+
+async def echo(session: Session, prompt: Prompt) -> None:
+    """Samples, then repeats the prompt as the engine rendered it."""
+    await session.generate()
+    session.append(session.prompt_ids)
+
+
 def config(rows: int = 40, **changes: Any) -> mp.EngineConfig:
     """Two fast simulated workers, groups of 4; `changes` replace whole parts."""
     parts: dict[str, Any] = {
@@ -51,13 +99,15 @@ def config(rows: int = 40, **changes: Any) -> mp.EngineConfig:
     return mp.EngineConfig(**(parts | changes))
 
 
-def drain(engine: mp.RolloutEngine, n: int = 4) -> list[int]:
-    """Take everything until the data ends; the tickets in the order taken."""
+def drain(engine: mp.RolloutEngine, n: int = 4, lags: list[int] | None = None) -> list[int]:
+    """Take everything until the data ends; the tickets in the order taken. Appends each group's lag to `lags`."""
     tickets: list[int] = []
     while True:
         try:
             with engine.get(n, timeout=20) as batch:
                 tickets += batch.tickets
+                if lags is not None:
+                    lags += [group.lag for group in batch]
         except mp.DataExhausted as error:
             if error.available == 0:
                 return tickets

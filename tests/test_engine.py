@@ -215,11 +215,12 @@ def test_a_storm_of_worker_deaths_loses_and_doubles_nothing():
         config(rows=400, workers=workers, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=400))
     ) as engine:
         tickets: list[int] = []
-        for _ in range(12):
+        for _ in range(10):
             tickets += engine.get(4, timeout=30).tickets
-            victim, restarts = int(rng.integers(2)), engine.stats().workers
-            os.kill(restarts[victim].pid, signal.SIGKILL)
-            until(lambda: engine.stats().workers[victim].restarts > restarts[victim].restarts, "it is started again")  # noqa: B023
+            victim = engine.stats().workers[int(rng.integers(2))]
+            until(lambda: engine.stats().workers[victim.worker].state == "ready", "it works")  # noqa: B023
+            os.kill(engine.stats().workers[victim.worker].pid, signal.SIGKILL)
+            until(lambda: engine.stats().workers[victim.worker].restarts > victim.restarts, "it is started again")  # noqa: B023
         tickets += drain(engine)
         assert sorted(tickets) == list(range(400))
         assert engine.audit() == {"taken": 400}

@@ -19,7 +19,8 @@ import pytest
 
 from mprollout.config import RewardConfig, SourceConfig
 from mprollout.errors import ConfigError, EngineClosed, RewardError
-from mprollout.reward import RewardInput, RewardPool, RewardRaised, RewardTimeout, check, resolve
+from mprollout.reward import RewardInput, RewardRaised, RewardTimeout, check, resolve
+from mprollout.reward_pool import RewardPool
 from mprollout.source import Prompt, PromptSource
 
 
@@ -520,7 +521,8 @@ if __name__ == "__main__":
 _WORKER = """
 import asyncio, pickle, sys
 from multiprocessing.spawn import import_main_path
-from mprollout.reward import RewardInput, RewardPool
+from mprollout.reward import RewardInput
+from mprollout.reward_pool import RewardPool
 from mprollout.source import Prompt
 
 def main() -> None:
@@ -548,7 +550,7 @@ def test_a_function_of_the_users_script_is_found(tmp_path: Path) -> None:
 
 def test_a_pool_that_is_never_closed_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     code = (
-        "import asyncio, pickle, sys; from mprollout.reward import *; from mprollout.config import RewardConfig\n"
+        "from mprollout.reward_pool import RewardPool; from mprollout.config import RewardConfig\n"
         "pool = RewardPool(RewardConfig('math')); pool.warm(); print(len(pool._processes))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)

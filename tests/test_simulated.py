@@ -240,3 +240,52 @@ def test_tokenizer_round_trip_and_chat() -> None:
     assert tokenizer.decode([*tokenizer.encode("größer"), 999]) == "größer"
     text = tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], None, {}))
     assert text == "<|user|>\nhi\n<|assistant|>\n"
+
+
+def test_samples_share_a_workers_speed() -> None:
+    """Eight at once at 400 tokens/s together take as long as one after the other would; one alone runs at its own speed."""
+
+    async def scenario(generator: SimulatedGenerator) -> tuple[float, float]:
+        start = time.monotonic()
+        await asyncio.gather(*(generator.generate(request(seed, n=10, ignore_eos=True)) for seed in range(8)))
+        together_s, start = time.monotonic() - start, time.monotonic()
+        await generator.generate(request(n=10, ignore_eos=True))
+        return together_s, time.monotonic() - start
+
+    together_s, alone_s = run(scenario, tokens_per_s=200.0, max_tokens_per_s=400.0)
+    assert 0.19 <= together_s < 1.0
+    assert 0.04 <= alone_s < together_s
+
+
+def test_a_run_that_joins_slows_the_others_from_then_on() -> None:
+    async def scenario(generator: SimulatedGenerator) -> tuple[float, float]:
+        start = time.monotonic()
+        first = asyncio.create_task(generator.generate(request(1, n=30, ignore_eos=True)))
+        await asyncio.sleep(0.1)  # 20 of 30 tokens are done
+        second = asyncio.create_task(generator.generate(request(2, n=30, ignore_eos=True)))
+        await first  # the last 10 at half the speed: 0.1 s
+        first_s = time.monotonic() - start
+        await second  # 10 done beside the first, 20 alone: 0.1 s more
+        return first_s, time.monotonic() - start
+
+    first_s, second_s = run(scenario, max_tokens_per_s=200.0)
+    assert 0.19 <= first_s < 0.5
+    assert 0.29 <= second_s < 0.9
+
+
+def test_lengths_come_from_a_recording() -> None:
+    async def lengths(generator: SimulatedGenerator) -> list[int]:
+        return [len((await generator.generate(request(seed, n=10000))).token_ids) for seed in range(300)]
+
+    found = run(lengths, lengths=[10] * 19 + [200])
+    assert set(found) == {10, 200}
+    assert 4 <= found.count(200) <= 30
+
+
+def test_slow_and_short_faults() -> None:
+    start = time.monotonic()
+    slow = one(config={"faults": {"slow": 1.0}, "tokens_per_s": 2000.0, "mean_tokens": 10.0, "sigma": 0.0})
+    assert len(slow.token_ids) == 10
+    assert time.monotonic() - start >= 0.1
+    with pytest.raises(ValueError, match="10 token ids but 9 logprobs"):
+        one(config={"faults": {"short": 1.0}, "mean_tokens": 10.0, "sigma": 0.0})

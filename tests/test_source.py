@@ -131,8 +131,12 @@ def test_a_prompt_of_another_type_is_refused(prompt: Any) -> None:
         source_of(prompt)
 
 
-def test_later_rows_of_a_sequence_are_checked_when_they_are_reached() -> None:
-    source = PromptSource(SourceConfig(rows=[{"prompt": "a"}, {"question": "b", "id": 1}, {"prompt": "c"}]))
+class DataSet(list[dict[str, object]]):
+    """Rows that are no plain list may be computed or loaded one by one."""
+
+
+def test_later_rows_of_a_data_set_are_checked_when_they_are_reached() -> None:
+    source = PromptSource(SourceConfig(rows=DataSet([{"prompt": "a"}, {"question": "b", "id": 1}, {"prompt": "c"}])))
     with pytest.raises(SourceError, match=r"row 1: no field 'prompt'; the row has 'question', 'id'"):
         source.row(1)
     assert source.row(2)[2] == {"prompt": "c"}
@@ -366,6 +370,12 @@ def test_a_template_that_is_needed_and_missing_is_a_config_error(prompt: Any, se
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(SourceError, match="row 0: the prompt has no tokens"):
         rendered("", template=False)
+
+
+def test_a_list_is_checked_whole_at_opening() -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b"}, {"question": "c"}]
+    with pytest.raises(SourceError, match="row 2: no field 'prompt'; the row has 'question'"):
+        PromptSource(SourceConfig(rows=rows))
 
 
 def test_reading_jsonl_imports_nothing_heavy(tmp_path: Path) -> None:

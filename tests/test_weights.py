@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mprollout.errors import MemoryBudgetError
 from mprollout.weights import StagedWeights, check_parameters, checkpoint_shapes, stage
 
 torch = pytest.importorskip("torch")
@@ -171,3 +172,29 @@ def test_check_parameters_spares_optional_names() -> None:
     check_parameters(expected, expected, ["lm_head"])
     with pytest.raises(ValueError, match="lm_head is missing"):
         check_parameters({"a": (1,)}, expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "expected a state_dict, .* or a checkpoint folder; got None"),
+        ({}, "has no tensors"),
+        ([("w", torch.zeros(1), 3)], r"expected \(name, tensor\) pairs"),
+        (torch.zeros(2, 2), r"expected \(name, tensor\) pairs"),
+        ({"w": torch.zeros(2).numpy()}, "'w': expected a torch.Tensor; got ndarray"),
+        ({"w": None}, "'w': expected a torch.Tensor; got NoneType"),
+        ({"w": torch.zeros(2, device="meta")}, "'w': .* got a meta tensor"),
+        ({"w": torch.zeros(2, 2).to_sparse()}, "'w': .* layout torch.sparse_coo"),
+    ],
+)
+def test_what_is_no_set_of_tensors_is_named(source: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stage(source)  # type: ignore[arg-type]
+
+
+def test_a_copy_beyond_the_memory_that_is_left_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mprollout.weights.memory_limit", lambda: (4096, "memory.max = 8,192 bytes"))
+    with pytest.raises(MemoryBudgetError, match=r"'big' brings .* only 4,096 were left \(memory.max = 8,192 bytes\)"):
+        stage({"small": torch.zeros(16), "big": torch.zeros(4096)})

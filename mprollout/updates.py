@@ -1,0 +1,241 @@
+"""A weight update, both ends of its protocol.
+
+    Updates.push (trainer) --Update--> WeightSync (keeper) --Update--> workers --Applied--> WeightSync --UpdateDone--> Updates.push
+
+Invariants: every attempt has a version number of its own, never used again, and exactly one `UpdateDone`, whether it was applied, refused,
+given up or never sent (an interrupted trainer asks for the answer with `GiveUpUpdate`, as often as it likes). A version counts as
+completed only when every living worker applied it; until then its tokens count as no newer than the updates completed before.
+Workers that applied a refused version go back to the last good copy, which is kept for those that start again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mprollout import messages
+from mprollout.config import EngineConfig
+from mprollout.errors import WeightUpdateFailed
+from mprollout.gate import Gate
+from mprollout.generator import PauseMode
+from mprollout.stats import describe_workers
+
+if TYPE_CHECKING:
+    from mprollout.attendant import Attendant
+    from mprollout.keeper import Keeper, Worker
+
+
+class Updates:
+    """The trainer's end: mints versions, pushes them, knows how old a token is."""
+
+    def __init__(
+        self, config: EngineConfig, gate: Gate, minted: int = 0, completed: Sequence[int] = (), since: int = 0
+    ) -> None:
+        """
+        Args:
+            minted: the highest version number that was ever used.
+            completed: the versions that an earlier trainer completed, in their order.
+            since: the one of them that the loaded checkpoint was saved at: updates count from there.
+        """
+        self.version = 0
+        """The last version that all workers applied."""
+        self.minted = minted
+        self._config, self._gate = config, gate
+        # version -> completed updates that its tokens count from, negative for those before the checkpoint
+        behind = sum(version <= since for version in completed)
+        self._completed_at = {0: -behind} | {version: i + 1 - behind for i, version in enumerate(completed)}
+        self._unanswered = 0  # the last version that was sent, or was about to be when an interrupt came
+        self._one_at_a_time = threading.Lock()
+
+    def lag(self, version: int) -> int:
+        """Completed updates between a token of that version and now; 0 for one of a policy that this trainer has yet to reach again."""
+        return max(0, self._gate.updates - self._completed_at[version])
+
+    def push(self, source: Any, timeout_s: float | None, attendant: Attendant) -> int:
+        """See `RolloutEngine.update_weights`."""
+        from mprollout.weights import stage
+
+        with self._one_at_a_time:
+            attendant.raise_fault()
+            with attendant.lock:
+                self._gate.check_update()
+            with stage(source) as staged:
+                return self._push(
+                    staged.fd,
+                    timeout_s if timeout_s is not None else self._config.weights.timeout_s + 30,
+                    attendant,
+                )
+
+    def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
+        def answered(version: int) -> bool:
+            return version == 0 or (attendant.update_done is not None and attendant.update_done.version >= version)
+
+        def give_up(why: str) -> None:
+            attendant.send(messages.GiveUpUpdate(version=self._unanswered, why=why))
+
+        if not answered(self._unanswered):  # an interrupted push may have sent it, and even its giving up, or neither
+            give_up("interrupted")
+            attendant.wait_news(lambda: answered(self._unanswered), lambda: None)
+        self.minted += 1
+        version = self.minted
+        self._completed_at[version] = self._gate.updates
+        deadline = time.monotonic() + limit_s
+
+        def check_time() -> None:
+            if time.monotonic() > deadline:
+                give_up(f"not applied by all workers within {limit_s:g} s")
+
+        try:
+            self._unanswered = version
+            attendant.send(messages.Update(version=version, pause=self._config.weights.pause), [fd])
+            attendant.wait_news(lambda: answered(version), check_time)
+        except BaseException:
+            give_up("interrupted")
+            raise
+        done = attendant.update_done
+        assert done is not None
+        if done.failures:
+            first = done.failures[0]
+            raise WeightUpdateFailed(
+                f"update {version}: not applied by all {len(self._config.workers.devices)} workers; the policy version stays "
+                f"{self.version}, and workers that had applied it go back: {first.error}; "
+                f"{describe_workers(attendant.segment, attendant.states)}",
+                worker=first.worker,
+                worker_traceback=first.traceback,
+            )
+        with attendant.lock:
+            self.version = version
+            self._gate.updated()
+            self._completed_at[version] = self._gate.updates
+        return version
+
+
+class _Attempt(msgspec.Struct):
+    version: int
+    pause: PauseMode
+    fd: int
+    awaiting: set[int]
+    applied: set[int]
+    failures: list[messages.Applied]
+
+
+class WeightSync:
+    """The keeper's end: which copy each worker must have before it may claim. Runs on the keeper's only thread."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._attempt: _Attempt | None = None
+        self._good: tuple[int, int] | None = None  # version, memfd of the last copy that all workers applied
+        self.answered = 0
+        """The highest version that has had its UpdateDone."""
+        self.completed: list[int] = []
+        """The versions that all workers applied, in their order."""
+
+    def begin(self, message: messages.Update, fd: int) -> None:
+        """Send a new copy to every worker that runs. Owns the descriptor."""
+        assert self._attempt is None, "the trainer sends one update at a time"
+        self._attempt = _Attempt(message.version, message.pause, fd, set(), set(), [])
+        for worker in self._keeper.workers:
+            if worker.state in ("ready", "syncing"):
+                self._send_newest(worker)
+        self._maybe_end()
+
+    def bring_up_to_date(self, worker: Worker) -> None:
+        """A worker's engine runs: let it go, or send the newest copy first."""
+        if self._attempt is None and self._good is None:
+            self._keeper.let_go(worker)
+        else:
+            worker.state = "syncing"
+            self._send_newest(worker)
+
+    def on_applied(self, worker: Worker, message: messages.Applied) -> None:
+        """A worker's answer, to this attempt or to an earlier copy."""
+        attempt = self._attempt
+        current = attempt is not None and message.version == attempt.version
+        if attempt is not None and current:
+            attempt.awaiting.discard(worker.index)
+            if message.error:
+                attempt.failures.append(message)
+            else:
+                attempt.applied.add(worker.index)
+        if message.error and (message.harmed or worker.state == "syncing"):
+            self._keeper.kill(worker, f"weight update {message.version} failed: {message.error}", innocent_tickets=True)
+        elif worker.state == "syncing" and (current or attempt is None):
+            self._keeper.let_go(worker)
+        self._maybe_end()
+
+    def on_death(self, worker: Worker) -> None:
+        """A dead worker is waited for no longer: its successor gets the newest copy."""
+        if self._attempt is not None:
+            self._attempt.awaiting.discard(worker.index)
+            self._maybe_end()
+
+    def give_up(self, message: messages.GiveUpUpdate) -> None:
+        """The trainer waits no longer: who has not answered by now is late, and killed."""
+        attempt = self._attempt
+        if attempt is not None and attempt.version == message.version:
+            late, attempt.awaiting = attempt.awaiting, set()
+            attempt.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
+            for index in late:
+                self._keeper.kill(
+                    self._keeper.workers[index],
+                    f"weight update {message.version} was not applied: {message.why}",
+                    innocent_tickets=True,
+                )
+            self._maybe_end()
+        elif message.version > self.answered:  # minted, and interrupted before it was sent
+            self._answer(message.version, [messages.Applied(worker=-1, version=message.version, error=message.why)])
+
+    def abandon(self, why: str) -> None:
+        """The trainer is gone: whatever it was pushing is given up."""
+        if self._attempt is not None:
+            self.give_up(messages.GiveUpUpdate(version=self._attempt.version, why=why))
+
+    def _send_newest(self, worker: Worker) -> None:
+        """The copy under way, else the last good one."""
+        if (attempt := self._attempt) is not None:
+            attempt.awaiting.add(worker.index)
+            self._keeper.send(worker, messages.Update(version=attempt.version, pause=attempt.pause), [attempt.fd])
+        elif self._good is not None:
+            self._keeper.send(worker, messages.Update(version=self._good[0], pause="retract"), [self._good[1]])
+
+    def _maybe_end(self) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.awaiting:
+            return
+        if not attempt.applied and not attempt.failures:
+            if any(worker.state != "lost" for worker in self._keeper.workers):
+                return  # the first worker that gets ready applies it
+            attempt.failures.append(messages.Applied(worker=-1, version=attempt.version, error="all workers are lost"))
+        self._attempt = None
+        if attempt.failures:
+            os.close(attempt.fd)
+            self._take_back(attempt)
+        else:
+            if self._good is not None:
+                os.close(self._good[1])
+            self._good = (attempt.version, attempt.fd)
+            self.completed.append(attempt.version)
+        self._answer(attempt.version, attempt.failures)
+
+    def _answer(self, version: int, failures: list[messages.Applied]) -> None:
+        self.answered = version
+        self._keeper.tell(messages.UpdateDone(version=version, failures=failures))
+
+    def _take_back(self, attempt: _Attempt) -> None:
+        """Workers that applied a refused update get the last good copy again (what they sample meanwhile is stamped with the refused version)."""
+        for worker in (self._keeper.workers[index] for index in attempt.applied):
+            if worker.state == "ready" and self._good is not None:
+                worker.state = "syncing"
+                self._send_newest(worker)
+            elif worker.pidfd >= 0:
+                self._keeper.kill(
+                    worker,
+                    f"weight update {attempt.version} was refused and there is no earlier copy",
+                    innocent_tickets=True,
+                )

@@ -1,0 +1,192 @@
+"""What a bad prompt, a bad reward or a bad moment costs: its own sample or ticket, at worst a fault."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+from typing import Any
+
+import engines
+import pytest
+from engines import config, drain, until
+from played import played
+
+import mprollout as mp
+from mprollout import _native, messages
+from mprollout.ledger import Reason
+from mprollout.sampler import Sampler
+from mprollout.simulated import SimulatedGenerator
+from mprollout.source import Prompt
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_poison_prompt_takes_no_other_with_it_and_costs_no_restart():
+    """Its worker dies with it and its neighbours twice; then it runs alone, dies again, and it alone is given up."""
+    changes = {
+        "rollout": engines.poisonous_row_0,
+        "reward": mp.RewardConfig("exact"),
+        "generator": mp.SimulatedConfig(
+            mean_tokens=12, sigma=0.0, tokens_per_s=100
+        ),  # its neighbours run for longer than it
+        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=16, max_restarts=2),
+        "fault": mp.FaultConfig(max_deaths_per_ticket=2),
+    }
+    with mp.RolloutEngine(config(rows=12, **changes)) as engine:
+        assert sorted(drain(engine)) == list(range(1, 12))
+        assert engine.stats().outcomes == {"taken": 11, "failed:deaths": 1}
+        assert engine.stats().workers[0].restarts == 3  # one more than max_restarts in a row
+
+
+def test_two_short_outages_of_a_reward_cost_their_prompts_and_are_no_fault():
+    """Five prompts in a row fail, twice: together more than max_consecutive_failures, but groups came between them."""
+    changes = {
+        "reward": mp.RewardConfig(engines.down_twice),
+        "sampling": mp.SamplingConfig(group_size=1),
+        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=1),
+        "gate": mp.GateConfig(max_live_groups=1),
+        "fault": mp.FaultConfig(max_attempts=3, retry_delay_s=0.001, max_consecutive_failures=8),
+    }
+    with mp.RolloutEngine(config(rows=40, **changes)) as engine:
+        assert drain(engine, 1) == [*range(5, 30), *range(35, 40)]
+        assert engine.stats().outcomes == {"taken": 30, "failed:reward": 10}
+        until(
+            lambda: "the judge is down in call 55" in engine._attendant.notes[34].error, "the note of the last failure"
+        )
+
+
+LONG = "x" * 1000
+
+
+def test_a_row_beyond_max_prompt_bytes_is_filtered_and_counted():
+    source = mp.SourceConfig(rows=[{"prompt": "a", "field": LONG if i % 3 == 0 else ""} for i in range(9)], epochs=1)
+    with played(source=source, ring=mp.RingConfig(max_prompt_bytes=256)) as on:
+        on.publish(6)
+        with on.engine.get(6, timeout=10) as batch:
+            assert batch.tickets == [1, 2, 4, 5, 7, 8]
+        assert on.engine.audit() == on.engine.stats().outcomes == {"taken": 6, "filtered:over_long": 3}
+        with pytest.raises(mp.DataExhausted, match=r"0 groups are left; \{'filtered:over_long': 3\} ended otherwise"):
+            on.engine.get(1)
+
+
+def test_a_row_beyond_max_prompt_bytes_is_a_fault_that_names_it_when_long_rows_are_refused():
+    source = mp.SourceConfig(rows=[{"prompt": "a"}, {"prompt": LONG}], over_long="refuse")
+    with (
+        pytest.raises(
+            mp.EngineFault,
+            match=r"the source cannot go on: SourceError: row 1: .* 256 bytes, got 10\d\d .*max_prompt_bytes",
+        ),
+        played(source=source, ring=mp.RingConfig(max_prompt_bytes=256)) as on,
+    ):
+        on.engine.get(2, timeout=10)
+
+
+def test_a_whole_pass_of_over_long_prompts_is_a_fault_unless_the_data_ends_first():
+    rows = [{"prompt": LONG} for _ in range(10)]
+    ring = mp.RingConfig(max_prompt_bytes=256)
+    text = (
+        r"10 prompts in a row were filtered \(over_long\), a whole pass over the rows; the last: row 9: .* got 10\d\d"
+    )
+    with pytest.raises(mp.PromptsFailing, match=text), played(source=mp.SourceConfig(rows=rows), ring=ring) as on:
+        on.engine.get(1, timeout=10)
+    with (
+        played(source=mp.SourceConfig(rows=rows, epochs=1), ring=ring) as on,
+        pytest.raises(mp.DataExhausted, match="'filtered:over_long': 10"),
+    ):
+        on.engine.get(1, timeout=10)
+
+
+def test_a_fault_is_raised_before_what_the_settings_forbid():
+    with played() as on:
+        with pytest.raises(mp.GateStarved, match="max_live_groups=6 is below n=7"):
+            on.engine.get(7)
+        on.keeper.tell(messages.Fault(kind="prompt", message="row 3 is too long"))
+        until(lambda: on.engine._attendant.fault, "the fault is known")
+        for call in (lambda: on.engine.get(7), lambda: on.engine.evaluate([]), lambda: on.engine.update_weights({})):
+            with pytest.raises(mp.EngineFault, match="row 3 is too long"):
+                call()
+
+
+def test_a_fault_of_many_failures_carries_a_traceback_although_the_last_note_is_late():
+    """slime#2399: a note comes by way of the keeper, and its ticket's end by itself."""
+    with played(fault=mp.FaultConfig(max_consecutive_failures=3)) as on:
+        note = {"worker": 0, "attempt": 0, "traceback": "the traceback", "final": True}
+        on.keeper.tell(messages.Note(ticket=0, reason="reward", error="RewardRaised: no judge", **note))
+        on.keeper.tell(messages.Note(ticket=9, reason="abort", error="aborted", **note))
+        until(lambda: len(on.engine._attendant.notes) == 2, "the notes are known")
+        for _ in range(3):
+            on.producer.end(on.claim(), _native.FAILED, Reason.REWARD)
+        with pytest.raises(mp.RewardFault, match=r"3 prompts in a row .* the last: RewardRaised: no judge") as caught:
+            on.engine.get(1, timeout=10)
+        assert caught.value.worker_traceback == "the traceback"
+
+
+def test_groups_in_hand_are_delivered_although_a_fault_is_known():
+    with played() as on:
+        on.publish(2)
+        on.keeper.tell(messages.Fault(kind="prompt", message="row 3 is too long"))
+        until(lambda: on.engine._attendant.fault, "the fault is known")
+        assert on.engine.get(2, timeout=10).tickets == [0, 1]
+
+
+RAISED: dict[str, type[BaseException]] = {
+    "cancelled": asyncio.CancelledError,
+    "exit": SystemExit,
+    "interrupt": KeyboardInterrupt,
+    "error": OSError,
+}
+
+
+async def judge(sample: mp.RewardInput, what: str) -> float:
+    if sample.index == 1:
+        raise RAISED[what]("no answer")
+    return float(sample.index)
+
+
+async def judge_group(samples: list[mp.RewardInput], what: str) -> list[float]:
+    raise RAISED[what]("no answer")
+
+
+async def run_group(reward: mp.RewardConfig, rollout: Any, on_sample_failure: str) -> tuple[list[float], list[str]]:
+    """The rewards of a group of four, and what was told of the samples that it goes without."""
+    fault = mp.FaultConfig(on_sample_failure=on_sample_failure)  # type: ignore[arg-type]
+    settings = config(reward=reward, fault=fault)
+    generator = SimulatedGenerator(mp.SimulatedConfig(mean_tokens=4))
+    await generator.start()
+    sampler = Sampler(settings, generator, rollout, memoryview(array.array("q", [0] * 64)))
+    told: list[BaseException] = []
+    try:
+        made = await sampler.run_group(Prompt(ticket=0, row=0, epoch=0, prompt="?"), [1, 2], "0.0", 7, tell=told.append)
+        assert sampler.places.held == 0
+        return [one.reward for one in made], [f"{error} {error.__notes__}" for error in told]
+    finally:
+        sampler.close()
+
+
+@pytest.mark.parametrize("what", RAISED)
+@pytest.mark.parametrize("where", ["reward", "rollout"])
+def test_whatever_an_async_function_raises_fails_its_own_sample_alone(where, what):
+    """TRL#7176: also what would end an event loop, or pass for a cancellation of ours."""
+
+    async def rollout(session: Any, prompt: Prompt) -> None:
+        await session.generate()
+        if where == "rollout" and session._request_id.endswith(".1"):
+            raise RAISED[what]("no answer")
+
+    reward = mp.RewardConfig(judge, kwargs={"what": what if where == "reward" else ""})
+    if where == "rollout":
+        reward = mp.RewardConfig(engines.async_index)
+    rewards, told = asyncio.run(run_group(reward, rollout, "shrink"))
+    assert rewards == [0.0, 2.0, 3.0]
+    assert len(told) == 1 and "sample 1 of 4" in told[0]
+    with pytest.raises(Exception, match="no answer" if what == "error" else RAISED[what].__name__):
+        asyncio.run(run_group(reward, rollout, "retry"))
+
+
+@pytest.mark.parametrize("what", RAISED)
+def test_whatever_an_async_group_reward_raises_is_an_ordinary_error_of_its_group(what):
+    from mprollout.rollout import single_turn
+
+    reward = mp.RewardConfig(judge_group, per="group", kwargs={"what": what})
+    with pytest.raises(Exception, match="no answer" if what == "error" else RAISED[what].__name__):
+        asyncio.run(run_group(reward, single_turn, "retry"))

@@ -1,0 +1,124 @@
+"""Weight updates that do not go as planned: given up by time or by Ctrl-C, asked for twice at once, refused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from engines import config, drain, until
+from played import Interrupter, PlayedKeeper, played
+
+import mprollout as mp
+from mprollout import messages
+
+pytestmark = pytest.mark.timeout(60)
+WEIGHTS = {"w": torch.zeros(2)}
+
+
+def test_a_late_an_interrupted_and_two_simultaneous_updates():
+    """slime#2279: an update given up has no effect: workers go back, its number is gone, no lag is negative."""
+    changes = {"generator": mp.SimulatedConfig(mean_tokens=12, tokens_per_s=200), "reward": mp.RewardConfig("exact")}
+    with mp.RolloutEngine(config(rows=100, **changes)) as engine:
+
+        def suspend_worker_1(restarts: int) -> None:
+            until(lambda: state_of(1) == (restarts, "ready"), "worker 1 is ready")
+            os.kill(engine.stats().workers[1].pid, signal.SIGSTOP)
+
+        def state_of(index: int) -> tuple[int, str]:
+            return engine.stats().workers[index].restarts, engine.stats().workers[index].state
+
+        def interrupt_update(version: int) -> None:
+            oldest = -1
+            while oldest != version:  # worker 0 has applied the update and sampled a whole group with it
+                with engine.get(1, timeout=20) as batch:
+                    oldest = int(batch[0].token_versions.min())
+                    tickets.append(batch[0].ticket)
+                    lags.append(batch[0].lag)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+        def taken_back() -> bool:
+            return engine.stats().workers[0].version == 1 and state_of(0) == (0, "ready")
+
+        tickets: list[int] = []
+        lags: list[int] = []
+        assert engine.update_weights(WEIGHTS) == 1
+        suspend_worker_1(restarts=0)
+        with pytest.raises(mp.WeightUpdateFailed, match=r"update 2: .* stays 1, .* within 0.3 s; worker 0 "):
+            engine.update_weights(WEIGHTS, timeout=0.3)
+        until(taken_back, "worker 0 is back at version 1")
+        suspend_worker_1(restarts=1)
+        thread = threading.Thread(target=interrupt_update, args=(3,))
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(WEIGHTS)
+        thread.join()
+        assert engine.policy_version == 1
+        made: list[int] = []
+        both = [threading.Thread(target=lambda: made.append(engine.update_weights(WEIGHTS))) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert sorted(made) == [4, 5] and engine.policy_version == 5
+        until(lambda: (state_of(0), state_of(1)) == ((0, "ready"), (2, "ready")), "only the late one was restarted")
+        tickets += drain(engine, lags=lags)
+        assert sorted(tickets) == list(range(100)) and min(lags) >= 0
+
+
+def answer_updates(keeper: PlayedKeeper, wrong: list[str]) -> None:
+    """What a keeper does with updates: each version comes once and is answered once, applied or given up."""
+    heard = answered = 0
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            message = keeper.hear((messages.Update, messages.GiveUpUpdate))
+            if isinstance(message, messages.Update):
+                if message.version <= heard:
+                    wrong.append(f"update {message.version} came after {heard}")
+                heard = answered = message.version
+                keeper.tell(messages.UpdateDone(version=message.version))
+            elif message.version > answered:
+                answered = message.version
+                keeper.tell(
+                    messages.UpdateDone(
+                        version=answered, failures=[messages.Applied(worker=-1, version=answered, error="no")]
+                    )
+                )
+
+
+def test_an_update_interrupted_at_any_line_leaves_the_engine_able_to_update_and_to_deliver():
+    with played(rows=10_000) as on:
+        wrong: list[str] = []
+        thread = threading.Thread(target=answer_updates, args=(on.keeper, wrong), daemon=True)
+        thread.start()
+        interrupter, places, last = Interrupter(spare=("weights.py", "ring.py")), set(), 0
+        for k in itertools.count(1):
+            done = None
+            with contextlib.suppress(KeyboardInterrupt):
+                done = interrupter.run(k, lambda: on.engine.update_weights(WEIGHTS, timeout=10))
+            places.add(interrupter.where)
+            if done is not None and not interrupter.where:
+                break
+            version = on.engine.update_weights(WEIGHTS, timeout=10)
+            assert last < version == on.engine.policy_version and not wrong, (
+                f"{wrong}, interrupted at {interrupter.where}"
+            )
+            last = version
+            on.publish(1, version)  # the attendant admits: it lives, and no lock was left behind
+            with on.engine.get(1, timeout=10) as batch:
+                assert [group.lag for group in batch] == [0]
+        assert len(places) > 30 and any(place.startswith("attendant.py") for place in places)
+        on.keeper.channel.socket.shutdown(2)
+        thread.join()
+
+
+def test_an_update_of_nothing_is_refused_and_mints_no_version():
+    with played() as on:
+        for nothing in ({}, []):
+            with pytest.raises(ValueError, match="the source has no tensors"):
+                on.engine.update_weights(nothing)
+        assert on.engine.policy_version == 0 and on.engine.state_dict()["minted"] == 0

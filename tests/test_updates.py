@@ -1,0 +1,47 @@
+"""The protocol of a weight update: one answer an attempt, whatever is interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import engines
+import pytest
+import torch
+
+import mprollout as mp
+from mprollout import messages
+
+pytestmark = pytest.mark.timeout(60)
+
+WEIGHTS = {"w": torch.zeros(4)}
+
+
+@pytest.mark.parametrize("cut", [(messages.Update,), (messages.Update, messages.GiveUpUpdate), ()])
+def test_an_interrupted_update_is_given_up_and_the_next_one_goes_through(
+    monkeypatch: pytest.MonkeyPatch, cut: tuple[type, ...]
+) -> None:
+    """Ctrl-C before the send, before the send and the giving up, and while it waits: the version number is used up, nothing hangs."""
+    with mp.RolloutEngine(engines.config(workers=mp.WorkerConfig(devices=["cpu"], max_running_samples=16))) as engine:
+        assert engine.update_weights(WEIGHTS) == 1
+        attendant = engine._attendant
+        assert attendant is not None
+        send = attendant.send
+
+        def interrupted_send(message: messages.Message, fds: list[int] | None = None) -> None:
+            if isinstance(message, cut):
+                raise KeyboardInterrupt
+            send(message, fds)
+
+        def interrupted_wait(true: Callable[[], object], give_up: Callable[[], None]) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(attendant, "send", interrupted_send)
+            if not cut:
+                patched.setattr(attendant, "wait_news", interrupted_wait)
+            with pytest.raises(KeyboardInterrupt):
+                engine.update_weights(WEIGHTS)
+        assert engine.policy_version == 1
+        assert engine.update_weights(WEIGHTS, timeout=20) == 3
+        assert engine.policy_version == 3
+        assert sorted(engines.drain(engine)) == list(range(40))
