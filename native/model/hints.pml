@@ -1,6 +1,7 @@
 /* A model of the hints of table.h for spin: `front`, `admitted` and the admissions, and the bits of ended entries. They may be
  * wrong in every way but one: no READY ticket is hidden from a worker that sleeps, no ended one from the sweep. Sequentially
- * consistent; the safety look of 50 ms is left out, so what is lost stays lost, and spin finds a deadlock.
+ * consistent; the safety look of 50 ms is left out, so what is lost stays lost, and spin finds a deadlock. Deaths are not in it:
+ * they end with a shake (recover, the next taker, the next admitter), after which all look at all.
  *
  *     Admitter    sweeps by the bits, admits in the order of tickets (or out of it: LATE), wakes whoever is idle
  *     Worker(p)   finds by the window or, after shakes, by a look at all; gives back or ends what it claimed; sleeps idle
@@ -40,15 +41,9 @@ byte gives, swept, claimed;
 #define ADMISSION(e)  ((e)*64+(word[e]>>2))
 #define RING          atomic { k=0; do :: k<W -> if :: idle[k] -> rung[k]=1 :: else fi; k++ :: else -> break od; k=0 }
 
-#ifdef M_SHAKE_APART
-#define UNMOVED (position==at)                      /* the CAS names the position alone */
-#else
-#define UNMOVED (position==at && shakes==saw)
-#endif
-
 inline pass()                                       /* at, saw: front as it was read */
 {
-    atomic { if :: UNMOVED -> position++ :: else fi }
+    atomic { if :: position==at && shakes==saw -> position++ :: else fi }
 }
 
 inline look_at_front()                              /* front_ready(): `e` is READY, or NONE, or `passed` */
