@@ -139,7 +139,10 @@ MUTATIONS = {
     "SEEN_ALWAYS": ("HINTS NT=2 GIVES=0 LATE", "a look at all that leaves one behind is the last"),
     "ADMITTED_FIRST": ("HINTS NT=2", "front passes a place that is not written yet"),
     "BITS_FIRST": ("HINTS BITS NT=2 GIVES=0", "a bit that is set between loses its summary: never swept"),
-    "SUMMARY_FIRST": ("HINTS BITS NT=2 GIVES=0", "a summary that is cleared between says nothing of the bit: never swept"),
+    "SUMMARY_FIRST": (
+        "HINTS BITS NT=2 GIVES=0",
+        "a summary that is cleared between says nothing of the bit: never swept",
+    ),
     "ADOPT_STORE": ("CLOSES=1 NT=3 D=1 OTHERPROC", "the adoption takes back what was released and reused"),
 }
 
