@@ -345,7 +345,7 @@ class RolloutEngine:
 
     def _deliver(self, leases: list[_native.Lease], consumer: _native.Consumer) -> None:
         """Park the groups, then deliver them in one native step that no signal cuts; what an interrupt leaves between the two, `_fill_parked` does."""
-        groups = [Group(lease) for lease in leases]
+        groups = [Group(lease, self.plan.extra_fields) for lease in leases]
         for group in groups:
             versions = group.field("span_versions")
             group.lag = self._updates.lag(int(versions.min()) if len(versions) else self.policy_version)
