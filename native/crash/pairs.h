@@ -16,6 +16,8 @@ inline const Pair kPairs[] = {
     {"publish at the tags' wrap", "publish at the tags' wrap"},
     {"publish into used memory", "publish"},
     {"claim", "claim"},
+    {"claim in order", "claim in order"},
+    {"claim in order", "give back"},
     {"publish", "take, deliver, release"},
     {"take, deliver, release", "publish"},
     {"publish", "take-over"},

@@ -93,6 +93,20 @@ inline std::vector<Scenario> scenarios() {
              marker();
              if (c) answer(World::publish(p, worker, *c));
          }});
+    // Its second, which goes by the window of admissions and moves its front.
+    add({"claim in order",
+         Role::kWorker,
+         {READY, READY},
+         [](World& w) { w.admit(3); },
+         [](World& w, std::uint64_t worker) {
+             Producer p(w.m, worker);
+             const ClaimPtr first = World::claim(p);
+             marker();
+             const ClaimPtr c = World::claim(p);
+             marker();
+             if (first) World::publish(p, worker, *first);
+             if (c) answer(World::publish(p, worker, *c));
+         }});
     add({"publish", Role::kWorker, {READY, PUBLISHING}, [](World& w) { w.admit(); }, publishing});
     add({"publish at the index's wrap",
          Role::kWorker,
