@@ -147,8 +147,7 @@ public:
         for (nb::object& lease : held_)
             if (!as_lease(lease.ptr())->delivered) kept.push_back(std::move(lease));
         held_.swap(kept);
-        if (indexed_ != 0) indexed_ = held_.size() - (kept.size() - std::min(kept.size(), indexed_));
-        delivered_ = 0;
+        indexed_ = delivered_ = 0;
     }
 
     bool wait(std::int64_t count, std::uint32_t seen, double timeout_s) {
