@@ -164,7 +164,9 @@ def test_workers_go_on_working_while_nobody_takes(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=10)
     with mp.RolloutEngine.attach(tmp_path, state) as engine:
-        until(lambda: engine.stats().pending + engine.stats().held == engine.stats().live == 8, "all are made")
+        until(
+            lambda: 0 < engine.stats().live == engine.stats().pending + engine.stats().held, "all that was live is made"
+        )
         assert engine.stats().workers[0].restarts == 1
         engine.update_weights(WEIGHTS)
         assert sorted(trained[0] + drain(engine)) == list(range(40))
