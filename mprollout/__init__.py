@@ -62,6 +62,7 @@ _HOMES = {
     "generator": ("VersionSpan",),
     "reward": ("RewardInput",),
     "rollout": ("Session",),
+    "schema": ("Field",),
     "source": ("Prompt", "PromptSource"),
     "stats": ("EngineStats", "WorkerStats"),
 }
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from mprollout.generator import VersionSpan
     from mprollout.reward import RewardInput
     from mprollout.rollout import Session
+    from mprollout.schema import Field
     from mprollout.source import Prompt, PromptSource
     from mprollout.stats import EngineStats, WorkerStats
 

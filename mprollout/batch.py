@@ -5,51 +5,24 @@
 
 States: leased (from `get` until `release`), released. The memory goes back when `release()` was called *and* the last view
 is dead; `Lease` (native) guarantees that a view never changes under its reader. `with engine.get(n) as batch:` releases at the end.
-
-The schema below is the payload of the ring; its order is the order of the native fields.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mprollout import _native
+from mprollout import _native, schema
 from mprollout.errors import BatchReleased
 from mprollout.generator import FINISH_REASONS, VersionSpan
+from mprollout.schema import Field
 
 if TYPE_CHECKING:
     import torch
-
-
-class Field(msgspec.Struct, frozen=True):
-    """One array of a group. `per` says what its first axis counts."""
-
-    name: str
-    dtype: str
-    per: Literal["group", "prompt_token", "sample", "token", "span"]
-
-
-SCHEMA: tuple[Field, ...] = (
-    Field("meta", "<i8", "group"),  # [row, policy_version at claim, claimed_ns, published_ns] (CLOCK_MONOTONIC)
-    Field("prompt_ids", "<i4", "prompt_token"),
-    Field("lengths", "<i4", "sample"),
-    Field("rewards", "<f4", "sample"),
-    Field("finish_reasons", "|u1", "sample"),  # index into FINISH_REASONS
-    Field("span_counts", "<i4", "sample"),
-    Field("token_ids", "<i4", "token"),
-    Field("logprobs", "<f4", "token"),
-    Field("loss_mask", "|u1", "token"),
-    Field("span_versions", "<i8", "span"),
-    Field("span_ends", "<i4", "span"),  # a span starts where the last one of its sample ended
-)
-_INDEX = {field.name: i for i, field in enumerate(SCHEMA)}
 
 
 class LeaseWarning(ResourceWarning):
@@ -70,28 +43,30 @@ class Sample(NamedTuple):
 class Group:
     """The samples of one ticket. Sequence of `Sample`; arrays over all samples are views, concatenated in sample order."""
 
-    def __init__(self, lease: _native.Lease) -> None:
+    def __init__(self, lease: _native.Lease, extra: tuple[Field, ...] = ()) -> None:
         self.lease = lease
         self.ticket: int = lease.ticket
         self.worker: int = lease.worker
         self.attempt: int = lease.attempt
         self.lag: int = 0
         """Completed updates at take minus those when its oldest token was sampled; set by the engine at `get`."""
+        self._index = schema.index(extra)
         self._released = False
 
     def field(self, name: str) -> npt.NDArray[Any]:
-        """Read-only view of one schema field, 1-D. No copy.
+        """Read-only view of one field of the schema, or of `RingConfig.extra_fields`: [items, *shape of an item]. No copy.
 
         Raises:
             BatchReleased: the group's memory was given back.
-            KeyError: no such field; see `SCHEMA`.
+            KeyError: no such field; see `mprollout.schema`.
         """
         if self._released:
             raise BatchReleased(
                 f"group of ticket {self.ticket}: released; views must be taken before release() or copied"
             )
-        index = _INDEX[name]
-        return self.lease.field(index, SCHEMA[index].dtype)
+        index, field = self._index[name]
+        view = self.lease.field(index, field.dtype)
+        return view.reshape(-1, *field.shape) if field.shape else view
 
     @property
     def row(self) -> int:
@@ -289,9 +264,3 @@ class Batch(Sequence[Group]):
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-
-@functools.cache
-def schema_bytes() -> bytes:
-    """The schema as it stands in the segment (JSON): a reader needs no side channel."""
-    return msgspec.json.encode(SCHEMA)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from mprollout.errors import BiasedLogprobs, ConfigError
+from mprollout.schema import Field
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -330,8 +331,15 @@ class RingConfig(_Config, frozen=True, kw_only=True):
     """Per worker."""
     max_prompt_bytes: int | None = None
     """Longest encoded row (prompt, answer and all its fields); a longer one counts as over-long."""
+    extra_fields: tuple[Field, ...] = ()
+    """What your rollout function sets in `session.sample.extra`, per token or per sample: any number dtype, any fixed shape."""
 
     def _check(self) -> None:
+        for extra in self.extra_fields:
+            if why := extra.misfit():
+                raise ConfigError(f"RingConfig.extra_fields: {why}")
+        names = [extra.name for extra in self.extra_fields]
+        self._require("extra_fields", len(set(names)) == len(names), "without a name twice")
         for field in ("max_group_bytes", "arena_bytes"):
             self._require_int(field, 4096, optional=True)
         self._require_int("max_prompt_bytes", 256, optional=True)

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 import mprollout
-from mprollout import _native, messages
+from mprollout import _native, messages, pinned
 from mprollout.attendant import SAFETY_LOOK_S, Attendant, log
 from mprollout.batch import Batch, Group
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
@@ -107,6 +107,7 @@ class RolloutEngine:
         self._keeper: KeeperProcess | None = _attached
         self._attendant: Attendant | None = None
         self._consumer: _native.Consumer | None = None
+        self._unpin: Callable[[], None] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -241,6 +242,8 @@ class RolloutEngine:
         self._closed = True
         if self._attendant is not None:
             self._attendant.stop()
+        if self._unpin is not None:
+            self._unpin()
         if self._consumer is not None:
             self._consumer.close()
         if self._keeper is not None:
@@ -342,7 +345,7 @@ class RolloutEngine:
 
     def _deliver(self, leases: list[_native.Lease], consumer: _native.Consumer) -> None:
         """Park the groups, then deliver them in one native step that no signal cuts; what an interrupt leaves between the two, `_fill_parked` does."""
-        groups = [Group(lease) for lease in leases]
+        groups = [Group(lease, self.plan.extra_fields) for lease in leases]
         for group in groups:
             versions = group.field("span_versions")
             group.lag = self._updates.lag(int(versions.min()) if len(versions) else self.policy_version)
@@ -495,6 +498,18 @@ class RolloutEngine:
         """Say that a saved checkpoint contains `state`: `attach` refuses an older one from now on."""
         attendant, _ = self._running()
         attendant.send(messages.Confirmed(resolved=Ledger.from_state(state["ledger"]).resolved))
+
+    # -- a GPU trainer -------------------------------------------------------------------------------------------
+
+    def register_pinned(self) -> bool:
+        """Register the ring's memory with CUDA, once, until `close`: `torch.from_numpy(view).to(device, non_blocking=True)` is then asynchronous.
+
+        Release a batch only after its copies are done (`torch.cuda.synchronize`, an event). False, with a line in the log: no CUDA here.
+        """
+        self._running()
+        assert self._keeper is not None
+        self._unpin = self._unpin or pinned.register(self._keeper.segment)
+        return self._unpin is not None
 
     # -- looking in ----------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from mprollout.batch import SCHEMA, schema_bytes
 from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.generator import FINISH_REASONS, VersionSpan
+from mprollout.schema import SCHEMA, Field, schema_bytes
 
 SUSPECT_DEATHS = 2  # a ticket that saw so many workers die runs alone
 SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
@@ -58,6 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_live_groups: int
     spare: int
     """Entries for tickets that an attached trainer has to admit before those that its predecessor left."""
+    extra_fields: tuple[Field, ...] = ()
 
 
 def _context_length(config: EngineConfig) -> int | None:
@@ -90,7 +91,9 @@ def plan(config: EngineConfig) -> Plan:
     prompt_tokens = config.source.max_prompt_tokens or context
     # Eight bytes a token leave room for long words, an answer and a few more fields.
     max_prompt_bytes = config.ring.max_prompt_bytes or max(65536, 8 * prompt_tokens)
-    max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(sampling, prompt_tokens)
+    max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(
+        sampling, prompt_tokens, config.ring.extra_fields
+    )
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
     spare = batch if config.orphan_timeout_s and gate.max_lag is not None else 0
@@ -117,6 +120,7 @@ def plan(config: EngineConfig) -> Plan:
         max_group_bytes=max_group_bytes,
         max_prompt_bytes=_round_up(max_prompt_bytes, 64),
         max_live_groups=live,
+        extra_fields=config.ring.extra_fields,
         spare=spare,
     )
 
@@ -125,7 +129,8 @@ def segment_arguments(plan: Plan) -> dict[str, Any]:
     """Keyword arguments of `Segment.create` and `Segment.size_of`."""
     sizes: dict[str, Any] = msgspec.structs.asdict(plan)
     del sizes["max_live_groups"], sizes["spare"]
-    return {**sizes, "schema": schema_bytes()}
+    del sizes["extra_fields"]
+    return {**sizes, "schema": schema_bytes(plan.extra_fields)}
 
 
 def segment_bytes(plan: Plan) -> int:
@@ -180,12 +185,16 @@ def check_memory(nbytes: int, plan: Plan, root: Path = Path("/")) -> None:
 
 
 def encode_group(
-    meta: Sequence[int], prompt_ids: Sequence[int], samples: Sequence[RolledSample], rewards: Sequence[float]
+    meta: Sequence[int],
+    prompt_ids: Sequence[int],
+    samples: Sequence[RolledSample],
+    rewards: Sequence[float],
+    extra: Sequence[Field] = (),
 ) -> list[tuple[str, list[Any]]]:
-    """The fields of one group in the order of `SCHEMA`: lists, which `Producer.publish` writes into the extent in one pass.
+    """The fields of one group in the order of the schema: lists, which `Producer.publish` writes into the extent in one pass.
 
     Raises:
-        ValueError: token ids, logprobs and loss masks of a sample differ in length: never padded.
+        ValueError: token ids, logprobs, loss masks and extra fields of a sample differ in length: never padded.
     """
     spans = [span for sample in samples for span in sample.versions]
     for i, sample in enumerate(samples):
@@ -206,7 +215,20 @@ def encode_group(
         "span_versions": [[span.version for span in spans]],
         "span_ends": [[span.end for span in spans]],
     }
-    return [(field.dtype, parts[field.name]) for field in SCHEMA]
+    return [(field.dtype, parts[field.name]) for field in SCHEMA] + [
+        ("|u1", [_extra_bytes(sample, i, field) for i, sample in enumerate(samples)]) for field in extra
+    ]
+
+
+def _extra_bytes(sample: RolledSample, i: int, field: Field) -> Any:
+    import numpy as np
+
+    if (given := sample.extra.get(field.name)) is None:
+        raise ValueError(f"sample {i}: the rollout function set no extra[{field.name!r}]")
+    want = (len(sample.token_ids), *field.shape) if field.per == "token" else field.shape
+    if np.shape(given) != want:
+        raise ValueError(f"sample {i}: extra[{field.name!r}] has shape {np.shape(given)}, expected {want}")
+    return np.ascontiguousarray(given, field.dtype).reshape(-1).view("|u1")
 
 
 class RolledSample(msgspec.Struct, kw_only=True):
@@ -218,9 +240,11 @@ class RolledSample(msgspec.Struct, kw_only=True):
     """One byte a token: 1 = trained on."""
     finish_reason: Any
     versions: list[VersionSpan]
+    extra: dict[str, Any] = {}
+    """Arrays of `RingConfig.extra_fields` by name: [num_tokens, *shape] per token, [*shape] per sample."""
 
 
-def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int) -> int:
+def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int, extra: tuple[Field, ...]) -> int:
     from mprollout import _native
 
     counts = {
@@ -230,7 +254,7 @@ def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int) -> int:
         "token": sampling.group_size * sampling.max_new_tokens,
         "span": sampling.group_size * SPANS_PER_SAMPLE,
     }
-    return _native.group_bytes([counts[field.per] * int(field.dtype[-1]) for field in SCHEMA])
+    return _native.group_bytes([counts[field.per] * field.item_bytes for field in SCHEMA + extra])
 
 
 def _round_up(value: int, to: int) -> int:

@@ -189,8 +189,9 @@ class RolloutWorker:
                     self._finish(claim, _native.FILTERED, rejected)
                     return
                 meta = [prompt.row, self._generator.version, claimed_ns, time.monotonic_ns()]
-                arrays = encode_group(meta, prompt_ids, [one.sample for one in made], [one.reward for one in made])
-                if self._producer.publish(claim, arrays):
+                samples, rewards = [one.sample for one in made], [one.reward for one in made]
+                fields = encode_group(meta, prompt_ids, samples, rewards, self._config.ring.extra_fields)
+                if self._producer.publish(claim, fields):
                     self._words[WorkerWord.GROUPS_PUBLISHED] += 1
                 return
             except Exception as error:

@@ -5,9 +5,10 @@ import pytest
 
 import mprollout as mp
 from mprollout import _native
-from mprollout.batch import SCHEMA, Batch, Group, schema_bytes
+from mprollout.batch import Batch, Group
 from mprollout.generator import VersionSpan
 from mprollout.ring import RolledSample, encode_group
+from mprollout.schema import SCHEMA, Field, extra_of, schema_bytes
 
 
 def sample(*ids, mask=None, versions=None, reason="stop"):
@@ -124,3 +125,86 @@ def test_lengths_that_do_not_match_are_an_error_never_padded():
 
 def test_the_schema_in_the_segment_names_every_field():
     assert [field.name for field in SCHEMA][:3] == ["meta", "prompt_ids", "lengths"] and b'"logprobs"' in schema_bytes()
+
+
+EXTRA = (
+    Field("values", "<f4", "token"),
+    Field("experts", "|u1", "token", (3, 2)),
+    Field("image", "<f2", "sample", (2, 2)),
+)
+
+
+def with_extra(tokens: int, **changes) -> RolledSample:
+    made = sample(*range(tokens))
+    made.extra = {
+        "values": [i / 2 for i in range(tokens)],
+        "experts": np.arange(tokens * 6).reshape(tokens, 3, 2),
+        "image": np.full((2, 2), tokens),
+    } | changes
+    return made
+
+
+def test_extra_fields_of_any_shape_travel_like_the_others():
+    segment = _native.Segment.create(
+        workers=1, entries=1, cells=1, descriptors=1, arena_bytes=65536, max_group_bytes=8192, max_prompt_bytes=64, schema=schema_bytes(EXTRA)
+    )  # fmt: skip
+    assert extra_of(segment.schema) == EXTRA and extra_of(schema_bytes()) == ()
+    producer, consumer = _native.Producer(segment, 0), _native.Consumer(segment)
+    assert _native.Admitter(segment).admit(0, b"row")
+    fields = encode_group([0, 0, 0, 0], [1], [with_extra(3), with_extra(0), with_extra(2)], [1.0] * 3, EXTRA)
+    assert producer.publish(producer.claim(), fields)
+    [lease] = consumer.try_take(1)
+    consumer.deliver([lease])
+    with Batch([Group(lease, extra_of(segment.schema))]) as batch:
+        assert batch[0].field("values").tolist() == [0, 0.5, 1, 0, 0.5]
+        experts, image = batch[0].field("experts"), batch[0].field("image")
+        assert experts.shape == (5, 3, 2) and experts[3:].reshape(-1).tolist() == [*range(12)]
+        assert image.dtype == np.float16 and image[:, 0, 0].tolist() == [3, 0, 2]
+        del experts, image, lease
+    consumer.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"values": [0.0]}, r"sample 0: extra\['values'\] has shape \(1,\), expected \(3,\)"),
+        ({"experts": np.zeros((3, 2, 3))}, r"extra\['experts'\] has shape \(3, 2, 3\), expected \(3, 3, 2\)"),
+        ({"image": None}, r"set no extra\['image'\]"),
+    ],
+)
+def test_extra_fields_that_do_not_fit_are_an_error_never_padded(changes, says):
+    with pytest.raises(ValueError, match=says):
+        encode_group([0, 0, 0, 0], [1], [with_extra(3, **changes)], [1.0], EXTRA)
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        (Field("x", "float32", "token"), "dtype 'float32'"),
+        (Field("x", "<f4", "group"), "'sample' or 'token'"),
+        (Field("x", "<f4", "token", (0,)), "dimension below 1"),
+        (Field("logprobs", "<f4", "token"), "a field already"),
+    ],
+)
+def test_unusable_extra_fields_are_refused_by_the_config(field, says):
+    with pytest.raises(mp.ConfigError, match=says):
+        mp.RingConfig(extra_fields=(field,))
+    with pytest.raises(mp.ConfigError, match="twice"):
+        mp.RingConfig(extra_fields=(EXTRA[0], EXTRA[0]))
+
+
+async def rollout_with_values(session, prompt):
+    await session.generate()
+    session.sample.extra["values"] = session.sample.logprobs
+
+
+def test_extra_fields_come_from_the_rollout_function_to_the_batch():
+    from engines import config
+
+    extra = mp.RingConfig(extra_fields=(EXTRA[0],))
+    with (
+        mp.RolloutEngine(config(rollout=rollout_with_values, ring=extra)) as engine,
+        engine.get(3, timeout=20) as batch,
+    ):
+        for group in batch:
+            assert group.field("values").tolist() == group.field("logprobs").tolist() != []

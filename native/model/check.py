@@ -1,4 +1,4 @@
-"""Checks native/model/ring.pml with spin: every configuration without an error, every mutation with one.
+"""Checks native/model/ring.pml, and hints.pml where the switches say HINTS, with spin: every configuration without an error, every mutation with one.
 
     python native/model/check.py [--long] [NAME ...]
 
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-MODEL = Path(__file__).with_name("ring.pml")
+MODEL, HINTS = Path(__file__).with_name("ring.pml"), Path(__file__).with_name("hints.pml")
 MISSING = "spin is missing: apt install spin"
 
 # name: switches
@@ -46,8 +46,13 @@ CONFIGURATIONS = {
     "wrapped-tags": "TM=2 SM=31 NT=5 D=1",
     "idle": "IDLE NT=1 D=1 E=1",
     "idle-lost": "IDLE NT=1 D=1 E=1 DEATHS=1 LOST",
+    "hints-window": "HINTS NT=1",
+    "hints-sweep": "HINTS BITS NT=2 GIVES=0",
 }
 LONG = {
+    "hints-return": "HINTS NT=2",
+    "hints-reuse": "HINTS NT=2 E=1",
+    "hints-late": "HINTS NT=2 GIVES=0 LATE",
     "preempted-4": "NT=4 ADMITTER",
     "three-workers": "P=3 NT=3 D=1 DEATHS=1",
     "death-3": "NT=3 DEATHS=1 ADMITTER",
@@ -130,6 +135,14 @@ MUTATIONS = {
     "POSITION_AFTER_TAKEN": ("NT=3 TDEATHS=1", "the successor does not know what stands at head: taken twice"),
     "ADOPT_NO_POSITION": ("NT=3 TDEATHS=1 NMAX=2", "what is delivered again is out of order"),
     "NO_EPOCH": ("CLOSES=1 NT=3 D=1", "an old lease releases what its successor reads"),
+    "NO_SHAKE": ("HINTS NT=2", "a ticket that came back lies before the window: its worker sleeps beside it"),
+    "SEEN_ALWAYS": ("HINTS NT=2 GIVES=0 LATE", "a look at all that leaves one behind is the last"),
+    "ADMITTED_FIRST": ("HINTS NT=2", "front passes a place that is not written yet"),
+    "BITS_FIRST": ("HINTS BITS NT=2 GIVES=0", "a bit that is set between loses its summary: never swept"),
+    "SUMMARY_FIRST": (
+        "HINTS BITS NT=2 GIVES=0",
+        "a summary that is cleared between says nothing of the bit: never swept",
+    ),
     "ADOPT_STORE": ("CLOSES=1 NT=3 D=1 OTHERPROC", "the adoption takes back what was released and reused"),
 }
 
@@ -158,7 +171,8 @@ def check(flags: list[str], optimize: str = "-O0") -> Result:
         RuntimeError: a tool failed, or the search was not complete.
     """
     with tempfile.TemporaryDirectory(prefix="mprollout-model-") as folder:
-        shutil.copy(MODEL, folder)
+        model = HINTS if "-DHINTS" in flags else MODEL
+        shutil.copy(model, folder)
 
         def run(*command: str, may_fail: bool = False) -> str:
             done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
@@ -172,7 +186,7 @@ def check(flags: list[str], optimize: str = "-O0") -> Result:
                 raise RuntimeError(f"{' '.join(flags)}: expected {pattern!r} in\n{out[:2000]}")
             return float(found.group(1))
 
-        run("spin", "-a", *flags, MODEL.name)
+        run("spin", "-a", *flags, model.name)
         run("gcc", optimize, "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=2800", "-o", "pan", "pan.c")
         start = time.monotonic()
         out = run("./pan", "-m100000", "-w24" if optimize == "-O2" else "-w22")
@@ -187,7 +201,7 @@ def check(flags: list[str], optimize: str = "-O0") -> Result:
             seconds=seconds,
             megabytes=round(number(r"([\d.]+)\s+total actual memory")),
             what=what.group(1) if what else "",
-            trail=run("spin", "-t", "-p", *flags, MODEL.name, may_fail=True)[-8000:] if errors else "",
+            trail=run("spin", "-t", "-p", *flags, model.name, may_fail=True)[-8000:] if errors else "",
         )
 
 

@@ -1,6 +1,6 @@
 /* A model of the native core for spin (https://spinroot.com). Sequentially consistent: the memory orders are argued in the headers.
  *
- * A labelled step here (E8, T5, ...) is the step with that label in ring.h, producer.h, consumer.h; K2, K3 are lowest_ready() and
+ * A labelled step here (E8, T5, ...) is the step with that label in ring.h, producer.h, consumer.h; K2, K3 are Finder::look_at_all() and
  * B1..B4 sweep(), admit() and the bells. A process may pause for ever so long, or die, before any step. Ghost variables (g..., n...)
  * record what really happened; no step reads them, the asserts and the choice of what to ask for do.
  *
@@ -15,7 +15,7 @@
  *                how often at most: DEATHS, TDEATHS, CUTS (of recover), CLOSES, STOPS (for ever), RETRIES, GIVES, ENDS
  * Variants:      SLEEP (the taker sleeps; else it polls), IDLE (workers sleep), TICKETS (ticket order), COUNT (deaths in the word),
  *                ADMITTER (a process of its own; else a delivery admits the next ticket), SWEEPER (that in single steps; implied by
- *                ENDS and IDLE), TABLE (single steps of lowest_ready()),
+ *                ENDS and IDLE), TABLE (single steps of look_at_all()),
  *                LOST (the dead have no successor), OTHERPROC (OldLease beside the adoption, as from another process)
  * Mutations:     M_..., each with the property that it breaks in check.py
  */

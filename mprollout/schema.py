@@ -1,0 +1,72 @@
+"""What a group in the ring consists of: the fields, in the order of the native ones. It stands in the segment, too.
+
+Fields of the user's own (values, routed experts, images as tensors) come behind these and travel the same way:
+`RingConfig.extra_fields` declares them, a rollout function fills them (`session.sample.extra[name] = array`), `Group.field` reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Literal
+
+import msgspec
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One array of a group: as many items as `per` says, one after another over its samples, each of `shape`."""
+
+    name: str
+    dtype: str
+    """A numpy dtype string of a number, little endian: `<f4`, `|u1`, ..."""
+    per: Literal["group", "prompt_token", "sample", "token", "span"]
+    shape: tuple[int, ...] = ()
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item."""
+        return int(self.dtype[2:]) * math.prod(self.shape)
+
+    def misfit(self) -> str:
+        """Why it cannot be an extra field; empty if it can."""
+        if not re.fullmatch(r"\|[biu]1|<[iuf][248]|<c(8|16)", self.dtype):
+            return f"dtype {self.dtype!r} is none of a number, little endian (`<f4`, `|u1`, ...)"
+        if self.per not in ("sample", "token"):
+            return f"an extra field is per 'sample' or 'token'; got {self.per!r}"
+        if not all(n >= 1 for n in self.shape):
+            return f"shape {self.shape} has a dimension below 1"
+        return f"{self.name!r} is a field already" if self.name in index(()) else ""
+
+
+SCHEMA: tuple[Field, ...] = (
+    Field("meta", "<i8", "group"),  # [row, policy_version at claim, claimed_ns, published_ns] (CLOCK_MONOTONIC)
+    Field("prompt_ids", "<i4", "prompt_token"),
+    Field("lengths", "<i4", "sample"),
+    Field("rewards", "<f4", "sample"),
+    Field("finish_reasons", "|u1", "sample"),  # index into FINISH_REASONS
+    Field("span_counts", "<i4", "sample"),
+    Field("token_ids", "<i4", "token"),
+    Field("logprobs", "<f4", "token"),
+    Field("loss_mask", "|u1", "token"),
+    Field("span_versions", "<i8", "span"),
+    Field("span_ends", "<i4", "span"),  # a span starts where the last one of its sample ended
+)
+
+
+@functools.cache
+def index(extra: tuple[Field, ...]) -> dict[str, tuple[int, Field]]:
+    """The native index and the field by name."""
+    return {field.name: (i, field) for i, field in enumerate(SCHEMA + extra)}
+
+
+@functools.cache
+def schema_bytes(extra: tuple[Field, ...] = ()) -> bytes:
+    """The schema as it stands in the segment (JSON): a reader needs no side channel."""
+    return msgspec.json.encode(SCHEMA + extra)
+
+
+@functools.cache
+def extra_of(schema: bytes) -> tuple[Field, ...]:
+    """The extra fields of a segment's schema."""
+    return msgspec.json.decode(schema, type=tuple[Field, ...])[len(SCHEMA) :]
