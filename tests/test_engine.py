@@ -506,7 +506,7 @@ def test_a_second_get_at_once_is_an_error():
 
         first = threading.Thread(target=wait_in_vain)
         first.start()
-        until(lambda: engine._taker is not None, "the first get is under way")
+        until(lambda: engine._in_get is not None, "the first get is under way")
         with pytest.raises(mp.ConcurrentGet):
             engine.get(4)
         first.join()
