@@ -47,9 +47,16 @@ class Attendant:
     """Started by the engine's `start`, stopped by its `close`. Everything public but `lock` may be read from the main thread at any time."""
 
     def __init__(
-        self, keeper: KeeperProcess, source: PromptSource, gate: Gate, ledger: Ledger, config: EngineConfig
+        self,
+        keeper: KeeperProcess,
+        source: PromptSource,
+        gate: Gate,
+        ledger: Ledger,
+        config: EngineConfig,
+        recycle: Callable[[], None],
     ) -> None:
-        self.keeper = keeper
+        """`recycle`: `Taker.recycle`, to be called here because no signal interrupts this thread."""
+        self.keeper, self._recycle = keeper, recycle
         self.segment = keeper.segment
         self.lock = threading.Lock()
         self.states: dict[int, messages.WorkerState] = {}
@@ -134,6 +141,7 @@ class Attendant:
     def _admit(self) -> None:
         """Let the admission take its turn, and wake whom it concerns."""
         with self.lock:
+            self._recycle()
             ended = self.admission.turn()
         if ended:
             self.segment.wake_taker()

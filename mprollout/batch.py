@@ -50,6 +50,8 @@ class Group:
         self.attempt: int = lease.attempt
         self.lag: int = 0
         """Completed updates at take minus those when its oldest token was sampled; set by the engine at `get`."""
+        self.masked = False
+        """Over `max_lag` at its take, under `lag_policy` mask or recycle: its `loss_mask` reads 0 everywhere."""
         self._index = schema.index(extra)
         self._released = False
 
@@ -66,6 +68,8 @@ class Group:
             )
         index, field = self._index[name]
         view = self.lease.field(index, field.dtype)
+        if self.masked and name == "loss_mask":
+            return np.zeros_like(view)
         return view.reshape(-1, *field.shape) if field.shape else view
 
     @property

@@ -266,7 +266,12 @@ class GateConfig(_Config, frozen=True, kw_only=True):
     groups_per_update: int | None = None
     """B: groups the trainer takes per weight update; needed by `max_lag`."""
     max_lag: int | None = None
-    """K: most updates between sampling a group's oldest token and its take; groups then come in ticket order. None: no bound, publish order."""
+    """K: most updates between sampling a group's oldest token and its take. None: no bound, publish order."""
+    lag_policy: Literal["strict", "mask", "recycle"] = "strict"
+    """How `max_lag` is kept. `strict`: by admission; groups come in ticket order, nothing is discarded. `mask`: publish order, a group
+    over K at its take has its loss masked. `recycle`: publish order, its tokens are discarded and its prompt is tried again."""
+    max_recycles: int = 1
+    """Under `recycle`: how often a ticket is sent back; after that it is delivered with its loss masked."""
     max_live_groups: int | None = None
     """Most live groups (admitted, not yet taken or ended). None: (K + 1) * B with `max_lag`, else twice what the workers can run."""
 
@@ -278,7 +283,12 @@ class GateConfig(_Config, frozen=True, kw_only=True):
         self._require_int("groups_per_update", 1, optional=True)
         self._require_int("max_lag", 0, optional=True)
         self._require_int("max_live_groups", 1, optional=True)
-        if self.max_lag is not None and self.groups_per_update is None:
+        self._require_int("max_recycles", 0)
+        if self.max_lag is None and self.lag_policy != "strict":
+            raise ConfigError(
+                f"GateConfig.lag_policy={self.lag_policy!r} needs max_lag, the lag that it acts on; got None"
+            )
+        if self.max_lag is not None and self.lag_policy == "strict" and self.groups_per_update is None:
             raise ConfigError(
                 "GateConfig.max_lag needs groups_per_update (the bound counts groups in updates); got None"
             )

@@ -24,7 +24,7 @@ import msgspec
 import mprollout
 from mprollout import _native, messages, pinned
 from mprollout.attendant import SAFETY_LOOK_S, Attendant, log
-from mprollout.batch import Batch, Group
+from mprollout.batch import Batch
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
 from mprollout.errors import (
     ConcurrentGet,
@@ -46,6 +46,7 @@ from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
 from mprollout.rollout import check_rollout
 from mprollout.source import PromptSource
 from mprollout.stats import EngineStats, describe_workers, waiting_cause, worker_stats
+from mprollout.taker import Taker
 from mprollout.updates import Updates
 
 STARVED_S = 0.5
@@ -92,12 +93,7 @@ class RolloutEngine:
         self._gate = Gate(config.gate, self.plan.max_live_groups, self.plan.spare)
         self._ledger = Ledger()
         self._updates = Updates(config, self._gate)
-        self._taker: int | None = (
-            None  # thread in `get`; a thread that finds itself here was interrupted in the one before
-        )
-        self._parked: list[Group] = []  # delivered, not yet handed over
-        self._again: dict[int, _native.Lease] = {}  # by ticket: what a dead trainer had taken, in its order
-        self._taken_before = 0
+        self._in_get: int | None = None  # thread; one that finds itself here was interrupted in the one before
         self._pid = os.getpid()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._evaluations = 0
@@ -106,7 +102,8 @@ class RolloutEngine:
         self._started = self._closed = False
         self._keeper: KeeperProcess | None = _attached
         self._attendant: Attendant | None = None
-        self._consumer: _native.Consumer | None = None
+        self._taker: Taker | None = None
+        self._recycled: dict[int, int] = {}
         self._unpin: Callable[[], None] | None = None
 
     @property
@@ -157,10 +154,15 @@ class RolloutEngine:
         try:
             attached = self._keeper is not None
             self._keeper = self._keeper or KeeperProcess.start(self.config, self.plan)
-            self._consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
+            consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
+            self._taker = Taker(
+                consumer, self.config, self.plan.extra_fields, self._ledger, self._gate, self._updates, self._recycled
+            )
             if attached:
-                self._adopt(self._keeper.segment, self._consumer)
-            self._attendant = attendant = Attendant(self._keeper, self.source, self._gate, self._ledger, self.config)
+                self._taker.adopt(self._keeper.segment)
+            self._attendant = attendant = Attendant(
+                self._keeper, self.source, self._gate, self._ledger, self.config, self._taker.recycle
+            )
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
@@ -211,20 +213,6 @@ class RolloutEngine:
             raise
         return engine
 
-    def _adopt(self, segment: _native.Segment, consumer: _native.Consumer) -> None:
-        """Find out what is live, against the loaded state: entries of the table, groups in the ring, groups that the dead trainer had taken."""
-        while (lease := consumer.take()) is not None:
-            if not lease.delivered:
-                continue
-            if self._ledger.is_resolved(lease.ticket):  # the checkpoint has it; only its memory was not given back
-                lease.release()
-            else:
-                self._again[lease.ticket] = lease
-        table = {row[0] for row in segment.table() if row[1] != _native.DONE}
-        live = table | {lease.ticket for lease in consumer.held()} | self._again.keys()
-        self._ledger.adopt(live)
-        self._gate.admitted = len(live)
-
     def close(self) -> None:
         """End all processes and free the memory. Blocks at most about 5 s. Idempotent; safe in any state."""
         self._leave(KeeperProcess.close)
@@ -244,8 +232,8 @@ class RolloutEngine:
             self._attendant.stop()
         if self._unpin is not None:
             self._unpin()
-        if self._consumer is not None:
-            self._consumer.close()
+        if self._taker is not None:
+            self._taker.consumer.close()
         if self._keeper is not None:
             how(self._keeper)
 
@@ -272,16 +260,17 @@ class RolloutEngine:
             raise ConfigError(f"get(n): n must be an integer >= 1; got {n!r}")
         if timeout is not None and not (type(timeout) in (int, float) and timeout >= 0):
             raise ConfigError(f"get(timeout): expected seconds >= 0 or None; got {timeout!r}")
-        attendant, consumer = self._running()
+        attendant, taker = self._running()
         with attendant.lock:
             me = threading.get_ident()
-            if self._taker not in (None, me):
+            if self._in_get not in (None, me):
                 raise ConcurrentGet(f"get({n}): another get is under way; there is one taker at a time")
-            self._taker = me
+            self._in_get = me
         try:
-            self._fill_parked(n, timeout, attendant, consumer)
+            self._fill(n, timeout, attendant, taker)
             with attendant.lock:
-                batch = self._book(n)
+                batch = taker.book(n)
+                self._batches.add(batch)
             attendant.ring()
         except RuntimeError as error:
             if self._closed and not isinstance(error, MprolloutError):
@@ -289,80 +278,35 @@ class RolloutEngine:
             raise
         finally:
             self._waiting = False
-            self._taker = None
-        del self._parked[:n]  # nothing below can be interrupted: from here on the caller has them
+            self._in_get = None
+        taker.hand_over(n)  # nothing below can be interrupted: from here on the caller has them
         return batch
 
-    def _fill_parked(self, n: int, timeout: float | None, attendant: Attendant, consumer: _native.Consumer) -> None:
-        """Wait until n groups are delivered and parked. An interrupted `get` leaves them parked for the next one."""
+    def _fill(self, n: int, timeout: float | None, attendant: Attendant, taker: Taker) -> None:
+        """Wait until n groups are parked. An interrupted `get` leaves them parked for the next one."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with attendant.lock:
-            consumer.deliver([group.lease for group in self._parked])  # idempotent
-            self._gate.taken = self._ledger.taken - self._taken_before
-            booked = sum(self._ledger.is_resolved(group.ticket) for group in self._parked)  # neither live nor to come
-        while (missing := n - len(self._parked)) > 0:
-            seen = consumer.news()
+            booked = taker.resume()
+        while True:
+            seen = taker.consumer.news()
             with attendant.lock:
-                leases = self._deliverable(missing, attendant, consumer)
-                if len(leases) == missing:
-                    self._deliver(leases, consumer)
+                missing = taker.park(n)
+                if missing == 0:
                     return
+                if taker.to_recycle:
+                    attendant.ring()
                 attendant.raise_fault()
                 self._check_meetable(n, booked, attendant)
-            self._check_room(missing, attendant, consumer)
+            self._check_room(n, attendant, taker)
             left = min(SAFETY_LOOK_S, deadline - time.monotonic())
             if left <= 0:
                 raise GetTimeout(
-                    f"get({n}): {len(leases)} groups deliverable after {timeout} s; {self._gate.live} live, {attendant.segment.pending()} pending, "
+                    f"get({n}): {n - missing} groups deliverable after {timeout} s; {self._gate.live} live, {attendant.segment.pending()} pending, "
                     f"credit {self._gate.credit}, next in order: ticket {self._ledger.watermark}; {describe_workers(attendant.segment, attendant.states)}"
                 )
             self._waiting = True
-            # In ticket order all was ingested and any publish may be the one that its turn waits for; else only the n-th counts.
-            consumer.wait(1 if self._in_ticket_order else missing - len(leases), seen, left)
+            taker.consumer.wait(taker.wanted(missing), seen, left)
             self._running()  # closed by another thread meanwhile?
-
-    @property
-    def _in_ticket_order(self) -> bool:
-        return self.config.gate.max_lag is not None
-
-    def _deliverable(self, n: int, attendant: Attendant, consumer: _native.Consumer) -> list[_native.Lease]:
-        """Up to n groups that may be delivered now, in order; they stay held until `_deliver`."""
-        parked = {group.ticket for group in self._parked}
-        if not self._in_ticket_order:
-            held = [lease for lease in (*self._again.values(), *consumer.held()) if lease.ticket not in parked]
-            return held[:n] if len(held) >= n else held + consumer.try_take(n - len(held))
-        if published := consumer.available():
-            consumer.try_take(published)
-        leases: list[_native.Lease] = []
-        ticket = self._ledger.watermark
-        while len(leases) < n:
-            if ticket not in parked and not self._ledger.is_resolved(ticket):  # ended ones are skipped
-                if (lease := self._again.get(ticket) or consumer.find(ticket)) is None:
-                    break  # a live one is waited for
-                leases.append(lease)
-            ticket += 1
-        return leases
-
-    def _deliver(self, leases: list[_native.Lease], consumer: _native.Consumer) -> None:
-        """Park the groups, then deliver them in one native step that no signal cuts; what an interrupt leaves between the two, `_fill_parked` does."""
-        groups = [Group(lease, self.plan.extra_fields) for lease in leases]
-        for group in groups:
-            versions = group.field("span_versions")
-            group.lag = self._updates.lag(int(versions.min()) if len(versions) else self.policy_version)
-        self._parked = [*self._parked, *groups]
-        consumer.deliver(leases)
-        for lease in leases:
-            self._again.pop(lease.ticket, None)
-
-    def _book(self, n: int) -> Batch:
-        """Mark the first n parked tickets taken. Interrupted anywhere, it can run again; `state_dict` leaves parked tickets out in any case."""
-        batch = Batch(self._parked[:n])
-        for group in batch:
-            if not self._ledger.is_resolved(group.ticket):
-                self._ledger.resolve(group.ticket, "taken")
-        self._gate.taken = self._ledger.taken - self._taken_before
-        self._batches.add(batch)
-        return batch
 
     def _check_meetable(self, n: int, booked: int, attendant: Attendant) -> None:
         unadmitted = attendant.admission.unadmitted()
@@ -377,7 +321,7 @@ class RolloutEngine:
             )
         self._gate.check_get(n - booked, unadmitted)
 
-    def _check_room(self, n: int, attendant: Attendant, consumer: _native.Consumer) -> None:
+    def _check_room(self, n: int, attendant: Attendant, taker: Taker) -> None:
         """Every ready worker lacks room and runs nothing: only a release can help, and this thread is the one that would release."""
 
         def stuck(worker: int) -> bool:
@@ -394,7 +338,7 @@ class RolloutEngine:
         ):  # a release just now reaches the workers within milliseconds
             self._starved_since = math.inf
             with attendant.lock:
-                if len(self._deliverable(n, attendant, consumer)) == n:
+                if taker.park(n) == 0:
                     return
             leased = sum(len(batch) for batch in self._batches if not batch.released)
             raise RingStarved(
@@ -462,10 +406,11 @@ class RolloutEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: JSON-able and pure (nothing changes). Groups taken are done, all others come again."""
-        attendant, _ = self._running()
+        attendant, taker = self._running()
         with attendant.lock:
             return {
-                "ledger": self._ledger.state(without={group.ticket for group in self._parked}),
+                "ledger": self._ledger.state(without={group.ticket for group in taker.parked}),
+                "recycled": {str(ticket): count for ticket, count in taker.recycled.items()},
                 "source": self.source.fingerprint,
                 "minted": self._updates.minted,
                 "policy_version": self.policy_version,
@@ -481,6 +426,7 @@ class RolloutEngine:
             raise ConfigError("load_state_dict comes before start(): a running engine has admitted tickets already")
         try:
             ledger, source, minted = state["ledger"], state["source"], int(state["minted"])
+            self._recycled = {int(ticket): count for ticket, count in state["recycled"].items()}
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"state: expected what state_dict() returned; got {state!r:.200} ({error!r})") from error
         if source != self.source.fingerprint:
@@ -489,7 +435,6 @@ class RolloutEngine:
                 "the same rows, order seed and row count are needed"
             )
         self._ledger = Ledger.from_state(ledger)
-        self._taken_before = self._ledger.taken
         awaiting = msgspec.structs.replace(self.config.gate, await_weights=True)
         self._gate = Gate(awaiting, self.plan.max_live_groups, self.plan.spare)
         self._updates = Updates(self.config, self._gate, minted)
@@ -515,7 +460,7 @@ class RolloutEngine:
 
     def stats(self) -> EngineStats:
         """Numbers of this moment; does not disturb the run."""
-        attendant, consumer = self._running()
+        attendant, taker = self._running()
         workers = worker_stats(attendant.segment, attendant.states)
         with attendant.lock:
             gate = self._gate
@@ -526,11 +471,15 @@ class RolloutEngine:
                 taken=gate.taken,
                 live=gate.live,
                 pending=attendant.segment.pending(),
-                held=len(consumer.held()),
+                held=len(taker.consumer.held()),
                 running_samples=sum(w.running_samples for w in workers),
                 tokens_generated=sum(w.tokens_generated for w in workers),
                 retried=sum(w.retried for w in workers),
                 outcomes=dict(self._ledger.counts),
+                lags=dict(taker.lags),
+                groups_masked=taker.groups_masked,
+                groups_recycled=taker.groups_recycled,
+                tokens_discarded=taker.tokens_discarded,
                 waiting_for=waiting_cause(attendant.segment, attendant.states, gate.live) if self._waiting else "",
                 workers=workers,
             )
@@ -541,12 +490,13 @@ class RolloutEngine:
         Raises:
             AssertionError: a ticket is in two states or in none; names it.
         """
-        attendant, _ = self._running()
+        attendant, taker = self._running()
         with attendant.lock:
             table = attendant.segment.table()
             live = {row[0]: _LIVE_NAMES[row[1]] for row in table}
+            live.update((ticket, "sent_back") for ticket in self._ledger.sent_back)
             live.update(
-                (group.ticket, "parked") for group in self._parked if not self._ledger.is_resolved(group.ticket)
+                (group.ticket, "parked") for group in taker.parked if not self._ledger.is_resolved(group.ticket)
             )
             if len({row[0] for row in table}) != len(table):
                 raise AssertionError(
@@ -571,14 +521,14 @@ class RolloutEngine:
                 raise AssertionError(f"audit: tickets {strangers} are live and were never admitted, or are resolved")
             return counts
 
-    def _running(self) -> tuple[Attendant, _native.Consumer]:
+    def _running(self) -> tuple[Attendant, Taker]:
         if os.getpid() != self._pid:
             raise EngineClosed("the engine belongs to the process that made it; a forked child has none")
-        if self._closed or self._attendant is None or self._consumer is None:
+        if self._closed or self._attendant is None or self._taker is None:
             raise EngineClosed(
                 "the engine is closed" if self._closed else "the engine is not started: use `with engine:` or start()"
             )
-        return self._attendant, self._consumer
+        return self._attendant, self._taker
 
 
 class _StartProgress:

@@ -17,6 +17,11 @@ from mprollout.config import GateConfig
 from mprollout.errors import ConfigError, GateStarved
 
 
+def is_strict(config: GateConfig) -> bool:
+    """Whether the lag bound holds by admission: then delivery is in ticket order, and nothing is discarded."""
+    return config.max_lag is not None and config.lag_policy == "strict"
+
+
 class Gate:
     """Counts tickets through the gate. Not thread-safe: the engine's lock guards it.
 
@@ -38,7 +43,7 @@ class Gate:
         """Live tickets behind the one that is admitted next."""
         self._spare = spare
         self.groups_per_update = config.groups_per_update
-        self.max_lag = config.max_lag
+        self.max_lag = config.max_lag if is_strict(config) else None
         self.awaits_weights = config.await_weights
         self.admitted = 0
         self.taken = 0

@@ -66,6 +66,7 @@ class Ledger:
         self._ended: collections.Counter[str] = collections.Counter()
         self._above: set[int] = set()
         self._adopted: set[int] = set()  # live already when this ledger began; skipped by `next_ticket`
+        self._sent_back: set[int] = set()  # handed out once, and to be handed out again
         self._forgotten = 0  # `_above` holds none below this
         self._next = 0
 
@@ -81,6 +82,10 @@ class Ledger:
 
     def next_ticket(self) -> int:
         """Hand out the lowest ticket that is neither resolved nor handed out."""
+        if self._sent_back:
+            ticket = min(self._sent_back)
+            self._sent_back.discard(ticket)
+            return ticket
         while self._next in self._above or self._next in self._adopted or self._next < self.watermark:
             self._next += 1
         ticket, self._next = self._next, self._next + 1
@@ -88,9 +93,22 @@ class Ledger:
 
     def peek_ticket(self) -> int:
         """The ticket that `next_ticket` would hand out."""
+        if self._sent_back:
+            return min(self._sent_back)
         ticket = self.next_ticket()
         self._next = ticket
         return ticket
+
+    def send_back(self, ticket: int) -> None:
+        """A ticket that is not resolved is to be handed out again, before all others."""
+        assert not self.is_resolved(ticket), ticket
+        self._sent_back.add(ticket)
+        self._adopted.discard(ticket)
+
+    @property
+    def sent_back(self) -> frozenset[int]:
+        """Tickets that wait to be handed out again."""
+        return frozenset(self._sent_back)
 
     @property
     def resolved(self) -> int:

@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -366,7 +366,10 @@ class Channel:
             EOFError: the peer closed its end or died.
         """
         try:
-            data, fds, flags, _ = socket.recv_fds(self.socket, 1 << 18, 80, socket.MSG_CMSG_CLOEXEC)
+            try:
+                data, fds, flags, _ = self._receive()
+            except ConnectionResetError:  # it left what we sent unread; what it sent before that is still to be had
+                data, fds, flags, _ = self._receive()
         except BlockingIOError:
             return None
         except ConnectionResetError as error:
@@ -376,6 +379,9 @@ class Channel:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise OSError(f"control message cut: {len(data)} bytes, {len(fds)} descriptors came through")
         return self._decoder.decode(data), fds
+
+    def _receive(self) -> tuple[bytes, list[int], int, Any]:
+        return socket.recv_fds(self.socket, 1 << 18, 80, socket.MSG_CMSG_CLOEXEC)
 
     def _drop_outbox(self) -> None:
         while self._outbox:

@@ -19,6 +19,7 @@ import msgspec
 
 from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
+from mprollout.gate import is_strict
 from mprollout.generator import FINISH_REASONS, VersionSpan
 from mprollout.schema import SCHEMA, Field, schema_bytes
 
@@ -83,8 +84,8 @@ def plan(config: EngineConfig) -> Plan:
     batch = gate.groups_per_update or 1
     if gate.max_live_groups is not None:
         live = gate.max_live_groups
-    elif gate.max_lag is not None:
-        live = (gate.max_lag + 1) * batch
+    elif is_strict(gate):
+        live = ((gate.max_lag or 0) + 1) * batch
     else:
         live = max(2 * batch, 2 * workers * -(-config.workers.max_running_samples // sampling.group_size))
     context = _context_length(config) or 8192
@@ -96,8 +97,8 @@ def plan(config: EngineConfig) -> Plan:
     )
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
-    spare = batch if config.orphan_timeout_s and gate.max_lag is not None else 0
-    kept = live + spare if gate.max_lag is not None else max(-(-live // workers), batch)
+    spare = batch if config.orphan_timeout_s and is_strict(gate) else 0
+    kept = live + spare if is_strict(gate) else max(-(-live // workers), batch)
     extents = 2 * (kept + batch) + 1
     arena_bytes = config.ring.arena_bytes or _round_up(extents * max_group_bytes, 4096)
     if arena_bytes < 2 * max_group_bytes:

@@ -44,6 +44,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     retried: int
     outcomes: dict[str, int]
     """Resolved tickets: `taken`, `filtered:<reason>`, `failed:<reason>`."""
+    lags: dict[int, int]
+    """Groups taken, by lag."""
+    groups_masked: int
+    groups_recycled: int
+    tokens_discarded: int
+    """Sampled, and discarded with a group that was recycled."""
     waiting_for: str
     """What a `get` under way waits for: generation, reward, gate, workers; empty when none is."""
     workers: list[WorkerStats]

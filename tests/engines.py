@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -97,6 +99,20 @@ def config(rows: int = 40, **changes: Any) -> mp.EngineConfig:
         "gate": mp.GateConfig(max_live_groups=10),
     }
     return mp.EngineConfig(**(parts | changes))
+
+
+def attachable(
+    run_dir: str, rows: int = 40, max_lag: int | None = None, orphan_timeout_s: float = 30.0
+) -> mp.EngineConfig:
+    """An engine that outlives its trainer; its rows are a file, so that they travel by their name."""
+    path = Path(run_dir) / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(rows)))
+    return config(
+        source=mp.SourceConfig(path=str(path), epochs=1),
+        gate=mp.GateConfig(max_live_groups=8, groups_per_update=4, max_lag=max_lag),
+        run_dir=run_dir,
+        orphan_timeout_s=orphan_timeout_s,
+    )
 
 
 def drain(engine: mp.RolloutEngine, n: int = 4, lags: list[int] | None = None) -> list[int]:

@@ -12,11 +12,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import engines
 import psutil
 import pytest
 import torch
-from engines import descendants, drain, until
+from engines import attachable, descendants, drain, until
 
 import mprollout as mp
 
@@ -25,37 +24,25 @@ WEIGHTS = {"w": torch.zeros(4)}
 SCRIPT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
-import torch, mprollout as mp, engines
-from test_attach import settings
+import mprollout as mp, engines
 if __name__ == "__main__":
-    engine = mp.RolloutEngine(settings({run_dir!r}, **{changes!r}))
+    engine = mp.RolloutEngine(engines.attachable({run_dir!r}, **{changes!r}))
     engine.start()
     trained, kept = [], []
     for step in range({steps}):
         batch = engine.get(4, timeout=30)
         trained.append(batch.tickets)
         kept.append(batch) if step >= {saved} and {keep} else batch.release()
-        engine.update_weights({{"w": torch.zeros(4)}})
+        if engine.config.gate.max_lag is not None:
+            import torch  # some seconds of a script's start
+
+            engine.update_weights({{"w": torch.zeros(4)}})
         if step + 1 == {saved}:
             state = engine.state_dict()
             engine.confirm(state)
     print(json.dumps([trained, state, [w.pid for w in engine.stats().workers]]), flush=True)
     time.sleep(60)
 """
-
-
-def settings(
-    run_dir: str, rows: int = 40, max_lag: int | None = None, orphan_timeout_s: float = 30.0
-) -> mp.EngineConfig:
-    """Files, so that the rows travel by their name."""
-    path = Path(run_dir) / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(rows)))
-    return engines.config(
-        source=mp.SourceConfig(path=str(path), epochs=1),
-        gate=mp.GateConfig(max_live_groups=8, groups_per_update=4, max_lag=max_lag),
-        run_dir=run_dir,
-        orphan_timeout_s=orphan_timeout_s,
-    )
 
 
 def trainer(
@@ -89,7 +76,7 @@ def test_a_new_trainer_finds_the_workers_and_loses_nothing(tmp_path: Path, max_l
         assert [worker.pid for worker in engine.stats().workers] == pids
         assert engine.stats().workers[0].restarts == 0
         engine.update_weights(WEIGHTS)
-        assert engine.policy_version == 3  # fresh: 1 and 2 were the dead trainer's
+        assert engine.policy_version == (1 if max_lag is None else 3)  # fresh: 1 and 2 were the dead trainer's
         with engine.get(4, timeout=20) as batch:
             assert batch.tickets == trained[1]  # taken, not in the checkpoint, still in memory: first, and the same
         rest = drain_with_updates(engine, max_lag)
@@ -129,14 +116,14 @@ def test_a_trainer_that_lives_keeps_its_run(tmp_path: Path) -> None:
     with pytest.raises(mp.ConfigError, match=f"living trainer .pid {process.pid}"):
         mp.RolloutEngine.attach(tmp_path, state)
     with pytest.raises(mp.ConfigError, match=r"an engine \(keeper pid \d+\) runs there"):
-        mp.RolloutEngine(settings(str(tmp_path))).start()
+        mp.RolloutEngine(attachable(str(tmp_path))).start()
     kill(process)
     mp.RolloutEngine.attach(tmp_path, state).close()
 
 
 def test_an_exception_leaves_the_run_to_the_next_trainer(tmp_path: Path) -> None:
     def train() -> tuple[list[int], dict[str, Any]]:
-        with contextlib.suppress(ZeroDivisionError), mp.RolloutEngine(settings(str(tmp_path))) as engine:
+        with contextlib.suppress(ZeroDivisionError), mp.RolloutEngine(attachable(str(tmp_path))) as engine:
             pids = [worker.pid for worker in engine.stats().workers]
             state = engine.state_dict()
             engine.get(4, timeout=20)
@@ -177,7 +164,9 @@ def test_workers_go_on_working_while_nobody_takes(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=10)
     with mp.RolloutEngine.attach(tmp_path, state) as engine:
-        until(lambda: engine.stats().pending + engine.stats().held == engine.stats().live == 8, "all are made")
+        until(
+            lambda: 0 < engine.stats().live == engine.stats().pending + engine.stats().held, "all that was live is made"
+        )
         assert engine.stats().workers[0].restarts == 1
         engine.update_weights(WEIGHTS)
         assert sorted(trained[0] + drain(engine)) == list(range(40))

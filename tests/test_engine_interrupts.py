@@ -114,7 +114,7 @@ def test_a_storm_of_interrupts_while_workers_publish_neither_loses_nor_repeats()
                 taken += batch.tickets
                 batch.release()
             assert sorted(taken) == list(range(300)) and interrupts > 20
-            assert engine.audit() == {"taken": 300} and engine._parked == []
+            assert engine.audit() == {"taken": 300} and engine._taker.parked == []
     finally:
         storm_over.set()
         thread.join()

@@ -75,7 +75,7 @@ def test_close_ends_the_calls_of_other_threads():
         threads = [threading.Thread(target=run, args=item) for item in calls.items()]
         for thread in threads:
             thread.start()
-        until(lambda: engine._taker is not None and len(engine._attendant._waiters) == 2, "all three wait")
+        until(lambda: engine._in_get is not None and len(engine._attendant._waiters) == 2, "all three wait")
         engine.close()
         for thread in threads:
             thread.join(5)

@@ -63,6 +63,17 @@ def test_the_peers_end_is_an_end_of_file(ends):
         right.receive()
 
 
+def test_the_last_words_of_a_peer_that_left_ours_unread_are_heard(ends):
+    """The kernel reports a reset before what still stands in the queue; a trainer's Detach was lost so."""
+    left, right = ends
+    right.send(messages.Go())
+    left.send(messages.Detach())
+    left.close()
+    assert right.receive()[0] == messages.Detach()
+    with pytest.raises(EOFError):
+        right.receive()
+
+
 def test_descriptors_of_an_undelivered_outbox_are_closed():
     before = len(os.listdir("/proc/self/fd"))
     left, raw = Channel.pair()

@@ -269,8 +269,8 @@ def test_a_run_that_joins_slows_the_others_from_then_on() -> None:
         return first_s, time.monotonic() - start
 
     first_s, second_s = run(scenario, max_tokens_per_s=200.0)
-    assert 0.19 <= first_s < 0.5
-    assert 0.29 <= second_s < 0.9
+    assert 0.15 <= first_s < 0.5
+    assert 0.25 <= second_s < 0.9
 
 
 def test_lengths_come_from_a_recording() -> None:

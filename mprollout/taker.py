@@ -1,0 +1,160 @@
+"""`Taker`: which groups come next, and what becomes of them. Exactly n, in order, each once.
+
+    ring -> held (ingested) -> parked (delivered) -> booked in the ledger -> Batch -> handed over
+                 \\-> beyond `max_lag` under `lag_policy="recycle"`: discarded, its ticket sent back to the gate
+
+Order: publish order, or ticket order under a strict lag bound (groups ahead of their turn stay held, uncopied). Invariant: nothing leaves
+`held` unless n groups can be parked together; every step can be interrupted by a signal and run again (`resume`), and what is
+parked is not yet taken for `state_dict`. Waiting is the caller's: this class never blocks. Not thread-safe: the engine's lock guards it.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from mprollout import _native
+from mprollout.batch import Batch, Group
+from mprollout.config import EngineConfig
+from mprollout.gate import Gate, is_strict
+from mprollout.ledger import Ledger
+from mprollout.schema import Field
+from mprollout.updates import Updates
+
+
+class Taker:
+    """The consumer's side of one engine."""
+
+    def __init__(
+        self,
+        consumer: _native.Consumer,
+        config: EngineConfig,
+        extra_fields: tuple[Field, ...],
+        ledger: Ledger,
+        gate: Gate,
+        updates: Updates,
+        recycled: dict[int, int] | None = None,
+    ) -> None:
+        self.consumer, self._ledger, self._gate, self._updates = consumer, ledger, gate, updates
+        self._extra_fields = extra_fields
+        self._ticket_order, self._settings = is_strict(config.gate), config.gate
+        self._taken_before = ledger.taken
+        self.parked: list[Group] = []
+        """Delivered, not yet handed over."""
+        self.recycled = recycled or {}
+        """How often a ticket that is not yet resolved was sent back."""
+        self.to_recycle: list[Group] = []
+        """Held, and never to be delivered: `recycle` discards them."""
+        self._again: dict[int, _native.Lease] = {}  # by ticket: what a dead trainer had taken, in its order
+        self.lags: collections.Counter[int] = collections.Counter()
+        """Groups taken, by lag. Statistics."""
+        self.groups_recycled = self.groups_masked = self.tokens_discarded = 0
+
+    def adopt(self, segment: _native.Segment) -> None:
+        """Against a loaded state, find out what is live: entries of the table, groups in the ring, groups that a dead trainer had taken."""
+        while (lease := self.consumer.take()) is not None:
+            if not lease.delivered:
+                continue
+            if self._ledger.is_resolved(lease.ticket):  # the checkpoint has it; only its memory was not given back
+                lease.release()
+            else:
+                self._again[lease.ticket] = lease
+        table = {row[0] for row in segment.table() if row[1] != _native.DONE}
+        live = table | {lease.ticket for lease in self.consumer.held()} | self._again.keys()
+        self._ledger.adopt(live)
+        self._gate.admitted = len(live)
+
+    def resume(self) -> int:
+        """Finish what an interrupt cut; returns how many of the parked groups are booked (neither live nor to come)."""
+        self.consumer.deliver([group.lease for group in self.parked])  # idempotent
+        self._count_taken()
+        return sum(self._ledger.is_resolved(group.ticket) for group in self.parked)
+
+    def park(self, n: int) -> int:
+        """Have n groups parked, if so many can be delivered now; returns how many are missing."""
+        while (missing := n - len(self.parked)) > 0:
+            leases = self._deliverable(missing)
+            if len(leases) < missing:
+                return missing - len(leases)
+            groups = [self._group(lease) for lease in leases]
+            if not (stale := [group for group in groups if self._is_to_recycle(group)]):
+                # Parked before they are delivered: what an interrupt leaves between the two, `resume` does.
+                self.parked = [*self.parked, *groups]
+                self._deliver(leases)
+            else:
+                self.to_recycle = [*self.to_recycle, *stale]
+        return 0
+
+    def wanted(self, missing: int) -> int:
+        """Publications worth waking for: in ticket order any may be the one whose turn it is."""
+        return 1 if self._ticket_order else missing
+
+    def book(self, n: int) -> Batch:
+        """Mark the first n parked tickets taken."""
+        batch = Batch(self.parked[:n])
+        for group in batch:
+            if not self._ledger.is_resolved(group.ticket):
+                self._ledger.resolve(group.ticket, "taken")
+                self.recycled.pop(group.ticket, None)
+                self.lags[group.lag] += 1
+                self.groups_masked += group.masked
+        self._count_taken()
+        return batch
+
+    def hand_over(self, n: int) -> None:
+        """The caller has them: one step that no signal cuts."""
+        del self.parked[:n]
+
+    def _count_taken(self) -> None:
+        self._gate.taken = self._ledger.taken - self._taken_before
+
+    def _deliverable(self, n: int) -> list[_native.Lease]:
+        """Up to n groups that may be delivered now, in order; they stay held."""
+        parked = {group.ticket for group in (*self.parked, *self.to_recycle)}
+        if not self._ticket_order:
+            held = [lease for lease in (*self._again.values(), *self.consumer.held()) if lease.ticket not in parked]
+            return held[:n] if len(held) >= n else held + self.consumer.try_take(n - len(held))
+        if published := self.consumer.available():
+            self.consumer.try_take(published)
+        leases: list[_native.Lease] = []
+        ticket = self._ledger.watermark
+        while len(leases) < n:
+            if ticket not in parked and not self._ledger.is_resolved(ticket):  # ended ones are skipped
+                if (lease := self._again.get(ticket) or self.consumer.find(ticket)) is None:
+                    break  # a live one is waited for
+                leases.append(lease)
+            ticket += 1
+        return leases
+
+    def _deliver(self, leases: list[_native.Lease]) -> None:
+        self.consumer.deliver(leases)
+        for lease in leases:
+            self._again.pop(lease.ticket, None)
+
+    # -- lag -----------------------------------------------------------------------------------------------------
+
+    def _group(self, lease: _native.Lease) -> Group:
+        group = Group(lease, self._extra_fields)
+        versions = group.field("span_versions")
+        group.lag = self._updates.lag(int(versions.min()) if len(versions) else self._updates.version)
+        limit = self._settings.max_lag
+        group.masked = limit is not None and not self._ticket_order and group.lag > limit
+        return group
+
+    def _is_to_recycle(self, group: Group) -> bool:
+        sent_back = self.recycled.get(group.ticket, 0)
+        return group.masked and self._settings.lag_policy == "recycle" and sent_back < self._settings.max_recycles
+
+    def recycle(self) -> None:
+        """Discard what is over the lag and send its tickets back: the credit returns, and the admission spends it on them first.
+
+        Called on a thread that no signal interrupts.
+        """
+        for group in self.to_recycle:
+            self.groups_recycled += 1
+            self.tokens_discarded += int(group.lengths.sum())
+            self.recycled[group.ticket] = self.recycled.get(group.ticket, 0) + 1
+            self._deliver([group.lease])
+            group.lease.release()
+            self._ledger.send_back(group.ticket)
+            self._gate.ended += 1
+        self.to_recycle = []
