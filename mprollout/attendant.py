@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from mprollout import messages
-from mprollout.admission import Admission, ring_idle
+from mprollout.admission import Admission, Bells
 from mprollout.config import EngineConfig
 from mprollout.errors import (
     EngineClosed,
@@ -68,6 +68,7 @@ class Attendant:
         self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
         """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
         self.admission = Admission(self.segment, config, source, gate, ledger, self.notes, self._on_failing)
+        self._bells = Bells(self.segment, keeper.worker_bells)
         self._stopping = False
         self._waiters: list[threading.Lock] = []
         self._thread = threading.Thread(target=self._run, name="mprollout-attendant", daemon=True)
@@ -145,7 +146,7 @@ class Attendant:
             ended = self.admission.turn()
         if ended:
             self.segment.wake_taker()
-        ring_idle(self.segment, self.keeper.worker_bells)
+        self._bells.ring_idle()
 
     # -- faults --------------------------------------------------------------------------------------------------
 
