@@ -168,7 +168,7 @@ public:
             if (news_since(*m, seen) || left <= 0) return false;
             {
                 nb::gil_scoped_release unlocked;
-                if (!spun) spin(*m, target, seen);
+                if (!spun) spinner_.spin(*m, target, seen);
                 spun = true;
                 if (!reached(*m, target)) sleep_slice(*m, target, seen, std::min<std::int64_t>(left, kSafetyLookNs));
             }
@@ -235,6 +235,7 @@ private:
     std::vector<nb::object> held_;                            // leases in FIFO order; some may be delivered
     std::unordered_map<std::uint64_t, PyObject*> by_ticket_;  // of those below indexed_
     std::size_t indexed_ = 0, delivered_ = 0;
+    Spinner spinner_;
     bool waiting_ = false, armed_ = false;
 };
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <sched.h>
 
 #include <set>
 #include <utility>
@@ -217,14 +216,6 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
 
 // ---- waiting, by the one taker
 
-inline bool several_cpus() {
-    static const bool several = [] {
-        cpu_set_t set;
-        return ::sched_getaffinity(0, sizeof set, &set) != 0 || CPU_COUNT(&set) > 1;
-    }();
-    return several;
-}
-
 inline bool reached(const Mapping& m, std::uint64_t target) {
     // [S2] [S3]
     // FIFO has no holes: the last cell being filled means that all before it are. The tail may lag behind it by one.
@@ -235,19 +226,36 @@ inline bool news_since(const Mapping& m, std::uint32_t seen) {
     return m.hot().wake_sequence.load(std::memory_order_seq_cst) != seen;  // seq_cst: see wake_taker()
 }
 
-// Spins a little: a wake by futex costs about as much as is spun here. Pointless where the publisher needs this very CPU.
-inline void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
-    constexpr std::int64_t kSpinNs = 20000;
-    if (!several_cpus()) return;
-    for (const std::int64_t end = now_ns() + kSpinNs; now_ns() < end;) {
-        if (reached(m, target) || news_since(m, seen)) return;
-        for (int i = 0; i < 16; ++i) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
+// Spins a little before a sleep: a wake by futex costs about as much as is spun here. Where that does not help (the publisher
+// needs this very CPU, or comes much later) it is left out more and more often: after k misses in a row 2^k - 1 times.
+class Spinner {
+public:
+    void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
+        if (skip_ > 0) {
+            --skip_;
+            return;
         }
+        for (const std::int64_t end = now_ns() + kSpinNs; now_ns() < end;) {
+            if (reached(m, target) || news_since(m, seen)) {
+                misses_ = 0;
+                return;
+            }
+            for (int i = 0; i < 16; ++i) {
+#if defined(__x86_64__)
+                __builtin_ia32_pause();
+#endif
+            }
+        }
+        misses_ = std::min(misses_ + 1, kMostMisses);
+        skip_ = (1 << misses_) - 1;
     }
-}
+
+private:
+    static constexpr std::int64_t kSpinNs = 20000;
+    static constexpr int kMostMisses = 6;
+
+    int misses_ = 0, skip_ = 0;
+};
 
 inline void disarm(const Mapping& m) {
     // [S6]
