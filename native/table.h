@@ -258,12 +258,14 @@ public:
         return true;
     }
 
-    std::vector<Ended> sweep() {
+    // Valid until the next sweep.
+    const std::vector<Ended>& sweep() {
         check_process();
-        std::vector<Ended> ended;
-        look_for(ended);
-        std::reverse(free_.end() - static_cast<std::ptrdiff_t>(ended.size()), free_.end());  // the lowest is used first
-        return ended;
+        ended_.clear();
+        look_for(ended_);
+        std::reverse(free_.end() - static_cast<std::ptrdiff_t>(ended_.size()),
+                     free_.end());  // the lowest is used first
+        return ended_;
     }
 
 private:
@@ -333,6 +335,7 @@ private:
     MappingPtr m_;
     std::vector<std::uint64_t> free_;  // the last one used first: its words and its prompt are in cache
     std::unordered_set<std::uint64_t> live_;
+    std::vector<Ended> ended_;  // kept: its memory is large enough to make malloc tidy up all small chunks each time
     std::uint64_t next_in_order_ = 0;  // tickets from here on are admitted in order
     std::uint64_t seen_ = ~0ULL;       // shakes at the last look at all entries
     std::int64_t next_look_ns_ = 0;
