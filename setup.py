@@ -26,6 +26,8 @@ setup(
             extra_compile_args=[
                 "-std=c++20",
                 "-O2",
+                "-flto=auto",
+                "-fno-stack-protector",
                 "-g0",
                 "-fvisibility=hidden",
                 "-fno-strict-aliasing",
@@ -34,7 +36,7 @@ setup(
                 "-Wall",
                 "-Wextra",
             ],
-            extra_link_args=["-Wl,--gc-sections", "-s"],
+            extra_link_args=["-O2", "-flto=auto", "-Wl,--gc-sections", "-s"],
             language="c++",
         )
     ]
