@@ -79,7 +79,7 @@ class Ring(Transport):
         producer.set_idle(True)
         try:
             while (claim := producer.claim()) is None:
-                if bell.poll(50):
+                if bell.poll(250):
                     os.eventfd_read(self.bells[worker])
             return claim
         finally:
@@ -106,10 +106,11 @@ class Ring(Transport):
         return total
 
     def admit(self, count: int, last: bool) -> None:
+        admit = self.admitter.admit
         self.admitter.sweep()
         prompts = [b""] * count + [self.END] * (self.shape.producers if last else 0)
         for ticket, prompt in enumerate(prompts, self.ticket):
-            self.admitter.admit(ticket, prompt)
+            admit(ticket, prompt)
         self.ticket += len(prompts)
         self.ringer.ring_idle()
 
