@@ -241,12 +241,18 @@ inline bool news_since(const Mapping& m, std::uint32_t seen) {
     return m.hot().wake_sequence.load(std::memory_order_seq_cst) != seen;  // seq_cst: see wake_taker()
 }
 
-// Spins a little: a wake by futex costs about as much as is spun here. Pointless where the publisher needs this very CPU.
+// Spins a little: a wake by futex costs about as much as is spun here. While groups come faster than that it goes on, since the
+// last one will come as fast. Pointless where the publisher needs this very CPU.
 inline void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
     constexpr std::int64_t kSpinNs = 20000;
     if (!several_cpus()) return;
-    for (const std::int64_t end = now_ns() + kSpinNs; now_ns() < end;) {
+    std::uint64_t tail = 0;
+    for (std::int64_t now = now_ns(), end = now + kSpinNs; now < end; now = now_ns()) {
         if (reached(m, target) || news_since(m, seen)) return;
+        if (const std::uint64_t t = m.hot().tail.load(std::memory_order_relaxed); t != tail) {
+            tail = t;
+            end = now + kSpinNs;
+        }
         for (int i = 0; i < 16; ++i) {
 #if defined(__x86_64__)
             __builtin_ia32_pause();
