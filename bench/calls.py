@@ -38,7 +38,7 @@ class Desk:
 
     def cycle(self, n: int) -> dict[str, float]:
         """Bring n groups from admission to sweep; seconds a group, by phase."""
-        fields = [(i, dtype) for i, (_, dtype) in enumerate(FIELDS)]
+        dtypes = [dtype for _, dtype in FIELDS]
         producers = [self.producers[i % len(self.producers)] for i in range(n)]
         tickets = range(self.ticket, self.ticket + n)
         self.ticket += n
@@ -52,14 +52,13 @@ class Desk:
         for producer, claim in zip(producers, claims, strict=True):
             producer.publish(claim, ARRAYS)
         marks.append(time.perf_counter())
-        leases: list[Any] = [self.consumer.take() for _ in range(n)]
+        leases = self.consumer.try_take(n)
         self.consumer.deliver(leases)
-        views = [[lease.field(i, dtype) for i, dtype in fields] for lease in leases]
+        views = _native.views(leases, dtypes)
         marks.append(time.perf_counter())
         del views
         marks.append(time.perf_counter())
-        for lease in leases:
-            lease.release()
+        _native.release(leases)
         marks.append(time.perf_counter())
         swept = self.admitter.sweep()
         marks.append(time.perf_counter())

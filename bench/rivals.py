@@ -93,7 +93,7 @@ class Ring(Transport):
         return count  # at most: the tickets decide who sends how many
 
     def consume(self, count: int, read: Read) -> int:
-        consumer, fields, depth = self.consumer, [(i, dtype) for i, (_, dtype) in enumerate(FIELDS)], self.shape.depth
+        consumer, dtypes, depth = self.consumer, [dtype for _, dtype in FIELDS], self.shape.depth
         total = admitted = taken = 0
         while taken < count:
             n = min(self.shape.step, count - taken)
@@ -101,11 +101,12 @@ class Ring(Transport):
             self.admit(more, last=admitted + more == count and more > 0)
             admitted += more
             self.wait(n)
-            leases = [consumer.take() for _ in range(n)]
+            leases = consumer.try_take(n)
             consumer.deliver(leases)
-            for lease in leases:
-                total += read([lease.field(i, dtype) for i, dtype in fields])
-                lease.release()
+            for views in _native.views(leases, dtypes):
+                total += read(views)
+            del views
+            _native.release(leases)
             taken += n
         return total
 
