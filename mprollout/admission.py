@@ -68,6 +68,8 @@ class Admission:
             self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
             self.gate.ended += 1
             rejected = reason == Reason.ZERO_SPREAD or reason >= FIRST_OWN_REASON
+            if reason == Reason.OVER_LONG and self._over_long == "refuse":
+                continue  # the worker's own fault names the row, and is on its way
             self._count_ending(
                 ticket, name, "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
             )

@@ -35,7 +35,9 @@ from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
+from mprollout.ring import GlobalWord
 from mprollout.source import PromptSource
+from mprollout.taker import Taker
 
 log = logging.getLogger("mprollout")
 
@@ -55,10 +57,11 @@ class Attendant:
         gate: Gate,
         ledger: Ledger,
         config: EngineConfig,
-        recycle: Callable[[], None],
+        taker: Taker,
     ) -> None:
-        """`recycle`: `Taker.recycle`, to be called here because no signal interrupts this thread."""
-        self.keeper, self._recycle = keeper, recycle
+        self.keeper, self._taker = keeper, taker
+        self.waiting_since_ns = 0
+        """CLOCK_MONOTONIC of the `get` under way; 0: none."""
         self.segment = keeper.segment
         self.lock = threading.Lock()
         self.states: dict[int, messages.WorkerState] = {}
@@ -144,11 +147,28 @@ class Attendant:
     def _admit(self) -> None:
         """Let the admission take its turn, and wake whom it concerns."""
         with self.lock:
-            self._recycle()
+            self._taker.recycle()  # here, because no signal interrupts this thread
             ended = self.admission.turn()
+            self._tell_monitors()
         if ended:
             self.segment.wake_taker()
         self._bells.ring_idle()
+
+    def _tell_monitors(self) -> None:
+        words, gate, taker = self.segment.global_words, self.admission.gate, self._taker
+        words[GlobalWord.POLICY_VERSION], words[GlobalWord.UPDATES] = taker.policy_version, gate.updates
+        words[GlobalWord.ADMITTED], words[GlobalWord.TAKEN], words[GlobalWord.ENDED] = (
+            gate.admitted,
+            gate.taken,
+            gate.ended,
+        )
+        words[GlobalWord.LIVE], words[GlobalWord.HELD] = gate.live, taker.consumer.held_count
+        words[GlobalWord.HIGHEST_LAG] = max(taker.lags, default=0)
+        words[GlobalWord.GROUPS_MASKED], words[GlobalWord.GROUPS_RECYCLED] = taker.groups_masked, taker.groups_recycled
+        words[GlobalWord.TOKENS_DISCARDED], words[GlobalWord.WAITING_SINCE_NS] = (
+            taker.tokens_discarded,
+            self.waiting_since_ns,
+        )
 
     # -- faults --------------------------------------------------------------------------------------------------
 

@@ -107,6 +107,8 @@ public:
     }
     std::vector<std::uint64_t> peek(std::int64_t count) const { return consumer_.peek(natural("peek", count)); }
 
+    std::size_t held_count() const { return held_.size() - delivered_; }
+
     std::vector<nb::object> held() const {
         std::vector<nb::object> leases;
         for (const nb::object& lease : held_)
@@ -427,6 +429,7 @@ NB_MODULE(_native, m) {
         .def("available", &PyConsumer::available)
         .def("peek", &PyConsumer::peek, "count"_a)
         .def("held", &PyConsumer::held)
+        .def_prop_ro("held_count", &PyConsumer::held_count)
         .def("find", &PyConsumer::find, "ticket"_a)
         .def("deliver", &PyConsumer::deliver, "leases"_a)
         .def("news", &PyConsumer::news)
