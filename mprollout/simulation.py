@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from mprollout import _native, messages
-from mprollout.admission import Admission, ring_idle
+from mprollout.admission import Admission, Bells
 from mprollout.batch import Batch
 from mprollout.config import EngineConfig, SimulatedConfig
 from mprollout.errors import ConfigError, EngineFault
@@ -231,6 +231,7 @@ class _Simulation:
         self._fault: EngineFault | None = None
         self._news = asyncio.Event()
         self._bells = [_eventfd() for _ in config.workers.devices]
+        self._ringer = Bells(self._segment, self._bells)
         self._channels: list[messages.Channel] = []  # this side's ends
         self._theirs: list[messages.Channel] = []
         self._applied = 0
@@ -330,7 +331,7 @@ class _Simulation:
         if self._admission.turn():
             self._segment.wake_taker()
         self.report.most_live = max(self.report.most_live, self._gate.live)
-        ring_idle(self._segment, self._bells)
+        self._ringer.ring_idle()
 
     async def _train(self) -> None:
         import torch
