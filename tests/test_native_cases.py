@@ -4,8 +4,10 @@ import contextlib
 import gc
 import os
 import resource
+import struct
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -186,4 +188,40 @@ def test_a_torch_tensor_kept_past_release_keeps_its_memory() -> None:
     del part
     gc.collect()
     assert producer.free_bytes > free
+    consumer.close()
+
+
+# ---- words that somebody scribbled over
+
+
+def hot(segment: native.Segment, name: str, value: int) -> None:
+    os.pwrite(segment.fd, struct.pack("<Q", value), 4096 + 128 * ["tail", "head"].index(name))
+
+
+def test_a_tail_beyond_the_filled_cells_raises_and_loses_nothing() -> None:
+    """Groups that a corrupt tail promises are not there: an error, neither a batch with holes nor a loop that no signal ends."""
+    segment = make_segment()
+    admitter, producer, consumer = native.Admitter(segment), native.Producer(segment, 0), native.Consumer(segment)
+    admitter.admit(1, b"")
+    claim = producer.claim()
+    assert claim is not None and producer.publish(claim, [b"payload"])
+    hot(segment, "tail", 5)
+    for take in (lambda: consumer.try_take(4), lambda: consumer.take(4, None)):
+        with pytest.raises(native.SegmentError, match="more filled cells below the tail"):
+            take()
+    assert [lease.ticket for lease in consumer.held()] == [1]
+    consumer.close()
+
+
+def test_a_cell_filled_beyond_the_tail_raises_at_once() -> None:
+    segment = make_segment()
+    consumer = native.Consumer(segment)
+    raw = os.pread(segment.fd, segment.size_bytes, 0)
+    index = struct.unpack_from("<Q", raw, 88 + 8 * 8)[0]  # the ninth of the header's offsets
+    os.pwrite(segment.fd, struct.pack("<Q", 1 << 40 | 1), index + 8 * 2)  # position 2 in its first lap
+    assert consumer.wait(3, consumer.news(), 0)
+    start = time.monotonic()
+    with pytest.raises(native.SegmentError, match="expected 3 groups, as its last cell says, got 0"):
+        consumer.take(3, 30)
+    assert time.monotonic() - start < 10
     consumer.close()

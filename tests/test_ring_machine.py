@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,8 +81,11 @@ class Ring(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "segment"):
             return
-        self.finish()
-        self.patch.undo()
+        try:
+            if sys.exc_info()[0] is None:  # else a second error would hide the first
+                self.finish()
+        finally:
+            self.patch.undo()
 
     # ---- the admitter
 
