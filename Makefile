@@ -23,7 +23,7 @@ CXX_FILES = $(NATIVE) $(SANITIZED) $(CRASH)
 
 .PHONY: help
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo '  More arguments for the command behind a target: ARGS="..."'
 
 .PHONY: demo

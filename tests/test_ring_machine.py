@@ -439,7 +439,7 @@ def play(**bounds: Any) -> None:
 @pytest.mark.xdist_group("native")
 @pytest.mark.timeout(170)
 def test_the_ring_is_a_queue_and_a_table() -> None:
-    play(max_examples=150, stateful_step_count=60)
+    play(max_examples=120, stateful_step_count=60)
     for what in ("published", "too large", "taken", "released", "died with claims", "take-over with groups"):
         assert happened[what] > 0, happened
 
