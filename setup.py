@@ -8,6 +8,16 @@ import numpy
 from setuptools import Extension, setup
 
 root = os.path.dirname(nanobind.include_dir())
+# For `make sanitize-python`; vptr wants type information that the hidden symbols of nanobind do not share.
+sanitized = [
+    "-g",
+    "-O1",
+    "-fno-omit-frame-pointer",
+    "-fno-sanitize-recover=all",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+]
+sanitize = os.environ.get("MPROLLOUT_SANITIZE") == "1"
 
 setup(
     ext_modules=[
@@ -35,8 +45,9 @@ setup(
                 "-fdata-sections",
                 "-Wall",
                 "-Wextra",
+                *(sanitized if sanitize else []),
             ],
-            extra_link_args=["-O2", "-flto=auto", "-Wl,--gc-sections", "-s"],
+            extra_link_args=["-O2", "-flto=auto", "-Wl,--gc-sections", *(sanitized if sanitize else ["-s"])],
             language="c++",
         )
     ]

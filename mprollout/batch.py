@@ -191,36 +191,36 @@ class Batch(Sequence[Group]):
         return np.concatenate([group.rewards for group in self.groups])
 
     def packed(self) -> Packed:
-        """Copy into the padding-free form, once."""
+        """Copy into the padding-free form, once, group by group: no more memory than the result."""
         counts = np.array([len(group) for group in self.groups])
         completion = np.concatenate([group.lengths for group in self.groups]).astype(np.int64)
         prompt = np.repeat([len(group.prompt_ids) for group in self.groups], counts)
-        ends = np.cumsum(prompt + completion)
-        starts = ends - prompt - completion
-        total = int(ends[-1]) if len(ends) else 0
-        is_completion = np.ones(total, dtype=bool)
-        ids = np.empty(total, np.int32)
-        at = 0
-        for group, n in zip(self.groups, counts, strict=True):
-            prompt_ids = group.prompt_ids
-            for _ in range(n):
-                window = slice(starts[at], starts[at] + len(prompt_ids))
-                ids[window] = prompt_ids
-                is_completion[window] = False
-                at += 1
-            del prompt_ids
-        ids[is_completion] = np.concatenate([group.field("token_ids") for group in self.groups])
+        bounds = np.concatenate(([0], np.cumsum(prompt + completion)))  # of the samples
+        total = int(bounds[-1])
+        ids, is_completion = np.empty(total, np.int32), np.ones(total, dtype=bool)
         logprobs, mask = np.zeros(total, np.float32), np.zeros(total, np.uint8)
         versions = np.full(total, -1, np.int64)
-        logprobs[is_completion] = np.concatenate([group.field("logprobs") for group in self.groups])
-        mask[is_completion] = np.concatenate([group.field("loss_mask") for group in self.groups])
-        versions[is_completion] = np.concatenate([group.token_versions for group in self.groups])
+        at = 0
+        for group, n in zip(self.groups, counts, strict=True):
+            whole = slice(bounds[at], bounds[at + n])
+            prompt_ids = group.prompt_ids
+            for start in bounds[at : at + n]:
+                window = slice(start, start + len(prompt_ids))
+                ids[window] = prompt_ids
+                is_completion[window] = False
+            del prompt_ids
+            inside = is_completion[whole]
+            ids[whole][inside] = group.field("token_ids")
+            logprobs[whole][inside] = group.field("logprobs")
+            mask[whole][inside] = group.field("loss_mask")
+            versions[whole][inside] = group.token_versions
+            at += n
         return Packed(
             ids,
             logprobs,
             mask,
             versions,
-            np.concatenate(([0], ends)).astype(np.int32),
+            bounds.astype(np.int32),
             prompt.astype(np.int32),
             self.rewards,
             np.repeat(np.arange(len(self.groups), dtype=np.int32), counts),

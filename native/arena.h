@@ -38,6 +38,7 @@ public:
 
     // For the rebuild. False: overlaps another live extent or leaves the arena, so the shared memory is corrupt.
     bool occupy(std::uint64_t at, std::uint64_t bytes) {
+        if (bytes > free_bytes_) return false;
         bytes = round_up(bytes, kUnit);
         if (bytes == 0) return true;
         auto hole = holes_.upper_bound(at);

@@ -86,18 +86,26 @@ public:
         check_count("try_take", count);
         nb::list leases;
         if (consumer_.available() < static_cast<std::uint64_t>(count)) return leases;
-        for (; count > 0; --count) leases.append(take_one());
+        for (; count > 0; --count) {
+            const auto taken = consumer_.take();
+            if (!taken)
+                throw SegmentError(text("index: expected ", count, " more filled cells below the tail, got none"));
+            leases.append(hold(*taken));
+        }
         return leases;
     }
 
     nb::list take(std::int64_t count, std::optional<double> timeout_s) {
         const std::int64_t end = deadline("take", timeout_s.value_or(1e9));
-        for (;;) {
+        for (bool there = false;;) {
             const std::uint32_t seen = news();
             nb::list leases = try_take(count);
             const double left_s = static_cast<double>(end - now_ns()) * 1e-9;
             if (nb::len(leases) != 0 || left_s <= 0) return leases;
-            wait(count, seen, left_s);
+            if (there)
+                throw SegmentError(
+                    text("index: expected ", count, " groups, as its last cell says, got ", available()));
+            there = wait(count, seen, left_s);
         }
     }
 

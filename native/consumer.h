@@ -269,15 +269,16 @@ private:
     }
 
     Taken describe(std::uint64_t w, std::uint64_t i, std::uint64_t position) const {
-        const Descriptor& d = m_->descriptor(w, i);
-        const std::uint64_t room = m_->arena_room();
-        if (d.extent_bytes > room || d.extent_offset > room - d.extent_bytes || d.entry >= m_->shape().entries ||
-            d.extent_bytes < sizeof(PayloadHeader) + std::uint64_t{d.fields} * sizeof(FieldPlace))
+        Descriptor& d = m_->descriptor(w, i);
+        const std::uint64_t room = m_->arena_room(), offset = read_once(d.extent_offset),
+                            bytes = read_once(d.extent_bytes), entry = read_once(d.entry);
+        const std::uint32_t fields = read_once(d.fields);
+        if (bytes > room || offset > room - bytes || entry >= m_->shape().entries ||
+            bytes < sizeof(PayloadHeader) + std::uint64_t{fields} * sizeof(FieldPlace))
             throw SegmentError(text("descriptor ", i, " of worker ", w, ": expected an extent in ", room,
-                                    " bytes with ", d.fields, " fields, got offset ", d.extent_offset, " and ",
-                                    d.extent_bytes, " bytes of entry ", d.entry));
-        return {w,       i, position, d.ticket, d.entry, d.table_word, d.extent_bytes, m_->arena(w) + d.extent_offset,
-                d.fields};
+                                    " bytes with ", fields, " fields, got offset ", offset, " and ", bytes,
+                                    " bytes of entry ", entry));
+        return {w, i, position, d.ticket, entry, d.table_word, bytes, m_->arena(w) + offset, fields};
     }
 
     MappingPtr m_;

@@ -67,7 +67,10 @@ using ClaimPtr = std::shared_ptr<Claim>;
 class Producer {
 public:
     Producer(MappingPtr mapping, std::uint64_t worker)
-        : m_(std::move(mapping)), worker_(worker), arena_(m_->arena_room(), m_->shape().max_group_bytes) {
+        : m_(std::move(mapping)),
+          worker_(worker),
+          arena_(m_->arena_room(), m_->shape().max_group_bytes),
+          extents_(m_->shape().descriptors) {
         check_range("Producer: worker", worker, 0, m_->shape().workers - 1);
         incarnation_ = m_->control(worker).incarnation.fetch_add(1, std::memory_order_relaxed) + 1;
         const std::vector<char> live = live_descriptors(*m_, worker);
@@ -76,11 +79,12 @@ public:
                 free_.push_back(d);
                 continue;
             }
-            const Descriptor& x = m_->descriptor(worker, d);
-            if (!arena_.occupy(x.extent_offset, x.extent_bytes))
+            Descriptor& x = m_->descriptor(worker, d);
+            const Extent held = extents_[d] = {read_once(x.extent_offset), read_once(x.extent_bytes)};
+            if (!arena_.occupy(held.offset, held.bytes))
                 throw SegmentError(text("arena ", worker, ": expected descriptor ", d,
-                                        " to hold an extent of its own, got offset ", x.extent_offset, " and ",
-                                        x.extent_bytes, " bytes"));
+                                        " to hold an extent of its own, got offset ", held.offset, " and ", held.bytes,
+                                        " bytes"));
             live_.push_back(d);
         }
         const char* poison = std::getenv("MPROLLOUT_POISON");
@@ -165,6 +169,7 @@ public:
         }
         arena_.free(claim.extent + bytes, arena_.allocation() - bytes);
         live_.push_back(claim.descriptor);
+        extents_[claim.descriptor] = {claim.extent, bytes};
         claim.owner = nullptr;
         --claims_;
         return true;
@@ -290,11 +295,10 @@ private:
         for (looks = std::min(looks, live_.size()); looks > 0; --looks) {
             const std::uint64_t d = live_.front();
             live_.pop_front();
-            const Descriptor& x = m_->descriptor(worker_, d);
             // [K1]
             // seq_cst: acquires the taker's last reads of the extent; and see set_idle.
-            if (x.word.load(std::memory_order_seq_cst) == kReleased) {
-                give_room_back(x.extent_offset, x.extent_bytes);
+            if (m_->descriptor(worker_, d).word.load(std::memory_order_seq_cst) == kReleased) {
+                give_room_back(extents_[d].offset, extents_[d].bytes);
                 free_.push_back(d);
                 continue;
             }
@@ -309,9 +313,15 @@ private:
         arena_.free(extent, bytes);
     }
 
+    struct Extent {
+        std::uint64_t offset, bytes;
+    };
+
     MappingPtr m_;
     std::uint64_t worker_, incarnation_ = 0, claims_ = 0;
     Arena arena_;
+    // By descriptor, those of live_ and of this very copy: what others write into the segment moves no write of this process.
+    std::vector<Extent> extents_;
     Finder finder_;
     std::vector<std::uint64_t> free_;  // descriptors; a claimed one is in neither
     std::deque<std::uint64_t> live_;

@@ -118,7 +118,10 @@ inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64
             continue;
         }
         // [E5]
-        if (seen != (tag + kTags - 1) % kTags) continue;
+        // The tail stood at t around the look at the cell, so no lap but this one and the one before can stand in it.
+        if (seen != (tag + kTags - 1) % kTags)
+            throw SegmentError(text("index: expected a cell of lap tag ", (tag + kTags - 1) % kTags, " at position ", t,
+                                    ", got ", seen));
         // [E6]
         // The tag alone does not see a full ring. acquire: pairs with the taker's release of head, behind which the old
         // group's TAKEN stands: whoever later finds this cell overwritten also finds TAKEN. Signed: a stale t may lie below head.

@@ -105,7 +105,7 @@ struct Hot {
     alignas(128) Word taker;                                // pid and start time of the process that takes; 0: nobody
     alignas(128) Word taker_epoch;                          // counts the takers; stamps TAKEN words
     alignas(128) Word admitted;                             // the next position in `admissions`; the admitter
-    alignas(128) Word front;                                // {shakes:24, position:40}: see Front in table.h
+    alignas(128) Word front;                                // {shakes:16, position:48}: see Front in table.h
 };
 static_assert(sizeof(Hot) == 9 * 128 && offsetof(Hot, head) == 128 && offsetof(Hot, front) == 8 * 128);
 
@@ -143,6 +143,12 @@ struct alignas(64) Descriptor {
     std::uint32_t reserved;
 };
 static_assert(sizeof(Descriptor) == 64);
+
+// One read of a plain word of another process: what was checked is what is used.
+template <class T>
+T read_once(T& shared) {
+    return std::atomic_ref<T>(shared).load(std::memory_order_relaxed);
+}
 
 inline void check_range(const char* name, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
     if (value < low || value > high)

@@ -140,18 +140,31 @@ inline std::optional<Ready> front_ready(const Mapping& m, std::uint64_t& admitte
 class Finder {
 public:
     std::optional<Ready> find(const Mapping& m) {
-        for (;;) {
+        for (std::uint64_t passes = 1;; ++passes) {
             bool passed;
             std::uint64_t shakes;
             const auto ready = front_ready(m, admitted_seen_, shakes, passed);
             if (shakes != seen_) return look_at_all(m);
             if (ready) return ready;
             if (!passed) break;
+            if (passes % kPassesUntilCheck == 0) check_window(m);
         }
         return now_ns() < next_look_ns_ ? std::nullopt : look_at_all(m);
     }
 
 private:
+    static constexpr std::uint64_t kPassesUntilCheck = 1024;
+
+    // A corrupt window could be passed for years. front only grows, so that it stood still in between says that both belong together.
+    static void check_window(const Mapping& m) {
+        const std::uint64_t front = m.hot().front.load(std::memory_order_seq_cst),
+                            admitted = m.hot().admitted.load(std::memory_order_seq_cst),
+                            at = Front::unpack(front).position;
+        if (admitted > at && admitted - at > m.shape().cells && m.hot().front.load(std::memory_order_seq_cst) == front)
+            throw SegmentError(
+                text("admissions: expected at most ", m.shape().cells, " from front ", at, ", got ", admitted - at));
+    }
+
     std::optional<Ready> look_at_all(const Mapping& m) {
         next_look_ns_ = now_ns() + kSafetyLookNs;
         const Front before = Front::unpack(m.hot().front.load(std::memory_order_seq_cst));
@@ -307,7 +320,8 @@ private:
         for (bool passed = true; full();) {
             front_seen_ = Front::unpack(hot.front.load(std::memory_order_relaxed)).position;  // it only grows
             if (!full()) break;
-            if (!passed) return false;
+            if (!passed || at - front_seen_ > m_->shape().cells)
+                return false;  // more than a lap: no whole segment says so
             std::uint64_t shakes, admitted = at;
             front_ready(*m_, admitted, shakes, passed);
         }

@@ -5,12 +5,13 @@
 //   crash_points [--all] [--only PART-OF-A-NAME]
 //
 // Default: one kill and one stop before each access to shared memory and each system call, and pairs of processes at those
-// steps of the first that changed memory and all of the second. --all: at every instruction, and all steps of both.
+// steps of the first that changed memory and all of the second; the maker of a segment at each step of that. --all: at every instruction, and all steps of both.
 #if defined(__x86_64__) && defined(__linux__)
 
 #include <chrono>
 
 #include "alone.h"
+#include "creation.h"
 #include "pairs.h"
 #include "wakes.h"
 
@@ -47,7 +48,7 @@ int run(const Options& o) {
             if (name == s.name) return s;
         throw std::logic_error("no scenario " + name);
     };
-    bool good = true;
+    bool good = guarded("making a segment", o, [](Counts& c, std::string& where) { creation(c, where); });
     for (const Scenario& s : all)
         good &= guarded(s.name, o, [&](Counts& c, std::string& where) { single(s, o, c, where); });
     for (const Pair& p : kPairs) {

@@ -49,6 +49,7 @@ void arena() {
             CHECK(rebuilt.free_bytes() == arena.free_bytes());
             for (const auto& [at, bytes] : live) CHECK(!rebuilt.occupy(at, bytes));
             CHECK(!rebuilt.occupy(kUnits * kUnit, 1) && !rebuilt.occupy(~0ULL - 63, 64) && !rebuilt.occupy(1, 64));
+            CHECK(!rebuilt.occupy(0, ~0ULL) && !rebuilt.occupy(~0ULL, ~0ULL - 62));
         }
     }
 }
@@ -166,11 +167,78 @@ void body() {
     CHECK(errors > 0);
 }
 
+// Somebody scribbles over what is in use: the words of a segment may then say anything, but move no access out of it, and keep
+// nobody in a loop.
+void scribbled_in_use() {
+    ::setenv("MPROLLOUT_POISON", "1", 1);
+    const auto raises = [](auto call) {
+        try {
+            call();
+        } catch (const SegmentError& e) {
+            return std::strstr(e.what(), "expected") != nullptr;
+        }
+        return false;
+    };
+    const auto fresh = [] { return Mapping::create({1, 4, 4, 4, 4096, 1024, 64, 0}, ""); };
+    const Field f{"payload", 7};
+    {  // an extent: the worker believes its own copy alone
+        const MappingPtr m = fresh();
+        Admitter admitter(m);
+        Producer producer(m, 0);
+        Consumer consumer(m, -1);
+        for (std::int64_t ticket = 0; ticket < 20; ++ticket) {
+            CHECK(admitter.admit(ticket, ""));
+            CHECK(producer.publish(*producer.claim(), {&f, 1}));
+            const auto t = consumer.take();
+            CHECK(t);
+            deliver(*m, *t);
+            release(*consumer.taker(), *t);
+            admitter.sweep();
+            m->descriptor(0, t->descriptor).extent_offset = 1ULL << 40;
+            m->descriptor(0, t->descriptor).extent_bytes = ticket % 2 ? ~0ULL : 1 << 20;
+        }
+        CHECK(producer.free_bytes() == m->arena_room());
+    }
+    {  // a successor finds no such extent, and says so
+        const MappingPtr m = fresh();
+        Admitter admitter(m);
+        Producer producer(m, 0);
+        CHECK(admitter.admit(0, "") && producer.publish(*producer.claim(), {&f, 1}));
+        for (std::uint64_t bytes : {~0ULL, ~0ULL - 62, 1ULL << 63, 4097ULL}) {
+            m->descriptor(0, 0).extent_bytes = bytes;
+            CHECK(raises([&] { Producer(m, 0); }));
+            CHECK(raises([&] { Consumer(m, -1).take(); }));
+        }
+    }
+    {  // a cell of no lap that could be
+        const MappingPtr m = fresh();
+        Admitter admitter(m);
+        Producer producer(m, 0);
+        CHECK(admitter.admit(0, ""));
+        const ClaimPtr claim = producer.claim();
+        m->cell(0).store(Cell{77, 0, 0, 1}.pack());
+        CHECK(raises([&] { producer.publish(*claim, {&f, 1}); }));
+    }
+    {  // a window of 2^40 admissions
+        const MappingPtr m = fresh();
+        Admitter admitter(m);
+        Producer producer(m, 0);
+        CHECK(admitter.admit(0, "") && producer.claim());  // its look at all is behind it
+        m->hot().admitted.store(1ULL << 40);
+        CHECK(raises([&] { producer.claim(); }));
+        CHECK(admitter.admit(1, ""));  // by a shake, not by the window
+        m->hot().front.store(Front::unpack(~0ULL).position);
+        CHECK(admitter.admit(2, ""));
+    }
+    ::unsetenv("MPROLLOUT_POISON");
+}
+
 }  // namespace
 
 int main() {
     arena();
     header();
     body();
+    scribbled_in_use();
     std::puts("segment_test: passed");
 }
