@@ -152,7 +152,7 @@ public:
 private:
     static constexpr std::uint64_t kPassesUntilCheck = 1024;
 
-    // A corrupt window could be passed for years. front only grows, so that it stood still in between says that both belong together.
+    // A corrupt window could be passed for years. front only grows: that it stood still says that both belong together.
     static void check_window(const Mapping& m) {
         const std::uint64_t front = m.hot().front.load(std::memory_order_seq_cst),
                             admitted = m.hot().admitted.load(std::memory_order_seq_cst),
