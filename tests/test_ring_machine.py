@@ -221,10 +221,10 @@ class Ring(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, WORKERS - 1), count_death=st.booleans(), reborn=st.booleans())
     def die_and_recover(self, worker: int, count_death: bool, reborn: bool) -> None:
-        """reborn=False: its tickets are taken away while it lives on, as from one that was stopped: its claims are stale.
+        """reborn=False: its tickets are taken away while it lives on, as from one that was stopped; its claims are stale.
 
-        Then the death must count: else it could claim the ticket again under the very word of its stale claim. Nobody may
-        recover such a worker (its death is not proven), so this is more than is promised.
+        Then the death must count: else it could claim the ticket again under the very word of its stale claim. Nobody
+        may recover such a worker (its death is not proven), so this is more than is promised.
         """
         count_death |= not reborn
         mine = {ticket for _, ticket, w in self.claims if w == worker}
