@@ -10,6 +10,7 @@ from setuptools import Extension, setup
 root = os.path.dirname(nanobind.include_dir())
 # For `make sanitize-python`; vptr wants type information that the hidden symbols of nanobind do not share.
 sanitized = [
+    "-fno-lto",
     "-g",
     "-O1",
     "-fno-omit-frame-pointer",
@@ -36,6 +37,8 @@ setup(
             extra_compile_args=[
                 "-std=c++20",
                 "-O2",
+                "-flto=auto",
+                "-fno-stack-protector",
                 "-g0",
                 "-fvisibility=hidden",
                 "-fno-strict-aliasing",
@@ -45,7 +48,7 @@ setup(
                 "-Wextra",
                 *(sanitized if sanitize else []),
             ],
-            extra_link_args=["-Wl,--gc-sections", *(sanitized if sanitize else ["-s"])],
+            extra_link_args=["-Wl,--gc-sections", *(sanitized if sanitize else ["-O2", "-flto=auto", "-s"])],
             language="c++",
         )
     ]

@@ -14,7 +14,8 @@ from transport import FIELDS
 from mprollout import _native
 
 PHASES = ("admit", "claim", "publish", "take", "drop", "release", "sweep")  # take: deliver and views; drop: their death
-ARRAYS = [np.arange(8, dtype=dtype) for _, dtype in FIELDS]  # 8 items each: the copy costs next to nothing
+DTYPES = [dtype for _, dtype in FIELDS]
+ARRAYS = [np.arange(8, dtype=dtype) for dtype in DTYPES]  # 8 items each: the copy costs next to nothing
 
 
 class Desk:
@@ -38,7 +39,6 @@ class Desk:
 
     def cycle(self, n: int) -> dict[str, float]:
         """Bring n groups from admission to sweep; seconds a group, by phase."""
-        fields = [(i, dtype) for i, (_, dtype) in enumerate(FIELDS)]
         producers = [self.producers[i % len(self.producers)] for i in range(n)]
         tickets = range(self.ticket, self.ticket + n)
         self.ticket += n
@@ -52,14 +52,13 @@ class Desk:
         for producer, claim in zip(producers, claims, strict=True):
             producer.publish(claim, ARRAYS)
         marks.append(time.perf_counter())
-        leases: list[Any] = [self.consumer.take() for _ in range(n)]
+        leases = self.consumer.try_take(n)
         self.consumer.deliver(leases)
-        views = [[lease.field(i, dtype) for i, dtype in fields] for lease in leases]
+        views = _native.views(leases, DTYPES)
         marks.append(time.perf_counter())
         del views
         marks.append(time.perf_counter())
-        for lease in leases:
-            lease.release()
+        _native.release(leases)
         marks.append(time.perf_counter())
         swept = self.admitter.sweep()
         marks.append(time.perf_counter())

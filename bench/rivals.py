@@ -24,6 +24,7 @@ import psutil
 from transport import FIELDS, FORK, POOL, Group, Read, Shape, Transport, layout, payload, split
 
 from mprollout import _native
+from mprollout.admission import Bells
 
 NAMES = tuple(name for name, _ in FIELDS)
 
@@ -48,6 +49,7 @@ class Ring(Transport):
             schema=b"",
         )
         self.bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(shape.producers)]
+        self.ringer = Bells(self.segment, self.bells)
         self.ticket = 0
 
     def open(self) -> None:
@@ -73,15 +75,11 @@ class Ring(Transport):
         return send
 
     def sleep_until_claim(self, producer: _native.Producer, worker: int, bell: select.poll) -> _native.Claim:
-        """As a worker does: look for 20 us, then say that it sleeps, look again, wait for the bell."""
-        end = time.perf_counter_ns() + 20_000
-        while time.perf_counter_ns() < end:
-            if (claim := producer.claim()) is not None:
-                return claim
+        """As a worker does: say that it sleeps, look again, wait for the bell."""
         producer.set_idle(True)
         try:
             while (claim := producer.claim()) is None:
-                if bell.poll(50):
+                if bell.poll(250):
                     os.eventfd_read(self.bells[worker])
             return claim
         finally:
@@ -93,36 +91,31 @@ class Ring(Transport):
         return count  # at most: the tickets decide who sends how many
 
     def consume(self, count: int, read: Read) -> int:
-        consumer, fields, depth = self.consumer, [(i, dtype) for i, (_, dtype) in enumerate(FIELDS)], self.shape.depth
+        dtypes, depth = [dtype for _, dtype in FIELDS], self.shape.depth
         total = admitted = taken = 0
         while taken < count:
             n = min(self.shape.step, count - taken)
             more = min(depth - (admitted - taken), count - admitted)
             self.admit(more, last=admitted + more == count and more > 0)
             admitted += more
-            self.wait(n)
-            leases = [consumer.take() for _ in range(n)]
-            consumer.deliver(leases)
-            for lease in leases:
-                total += read([lease.field(i, dtype) for i, dtype in fields])
-                lease.release()
+            leases = self.take(n)
+            self.consumer.deliver(leases)
+            total += sum(map(read, _native.views(leases, dtypes)))
+            _native.release(leases)
             taken += n
         return total
 
     def admit(self, count: int, last: bool) -> None:
+        admit = self.admitter.admit
         self.admitter.sweep()
         prompts = [b""] * count + [self.END] * (self.shape.producers if last else 0)
         for ticket, prompt in enumerate(prompts, self.ticket):
-            self.admitter.admit(ticket, prompt)
+            admit(ticket, prompt)
         self.ticket += len(prompts)
-        if idle := self.segment.idle_workers():
-            for worker, bell in enumerate(self.bells):
-                if idle >> worker & 1:
-                    os.eventfd_write(bell, 1)
+        self.ringer.ring_idle()
 
-    def wait(self, n: int) -> None:
-        while not self.consumer.wait(n, self.consumer.news(), 1.0):
-            pass
+    def take(self, n: int) -> list[_native.Lease]:
+        return self.consumer.take(n, None)
 
     def release(self) -> None:
         if hasattr(self, "consumer"):
@@ -137,9 +130,10 @@ class RingSpin(Ring):
 
     name = "ring-spin"
 
-    def wait(self, n: int) -> None:
-        while self.segment.pending() < n:
+    def take(self, n: int) -> list[_native.Lease]:
+        while not (leases := self.consumer.try_take(n)):
             pass
+        return leases
 
 
 class Queue(Transport):

@@ -212,6 +212,9 @@ class Consumer(metaclass=_NativeType):
         """The tickets of the next ones, at most `count`, in the order of take(); nothing changes."""
     def held(self) -> list[Lease]:
         """Ingested and not delivered, in FIFO order; the same objects that take() returned."""
+    @property
+    def held_count(self) -> int:
+        """How many are held, in constant time."""
     def find(self, ticket: int) -> Lease | None:
         """The held one of this ticket. In constant time, however many are held."""
     def deliver(self, leases: Sequence[Lease]) -> None:

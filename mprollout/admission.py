@@ -12,7 +12,7 @@ import collections
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from mprollout import _native, messages
@@ -68,6 +68,8 @@ class Admission:
             self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
             self.gate.ended += 1
             rejected = reason == Reason.ZERO_SPREAD or reason >= FIRST_OWN_REASON
+            if reason == Reason.OVER_LONG and self._over_long == "refuse":
+                continue  # the worker's own fault names the row, and is on its way
             self._count_ending(
                 ticket, name, "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
             )
@@ -141,10 +143,25 @@ class Admission:
         self._on_failing(fault, text, note)
 
 
-def ring_idle(segment: _native.Segment, bells: Sequence[int]) -> None:
-    """Ring the bell of every worker that says that it sleeps."""
-    idle = segment.idle_workers()
-    while idle:
-        lowest = idle & -idle
-        os.eventfd_write(bells[lowest.bit_length() - 1], 1)
-        idle ^= lowest
+class Bells:
+    """Rings the workers that say that they sleep. In turn: with few CPUs, who is rung first gets most of a few tickets."""
+
+    def __init__(self, segment: _native.Segment, bells: Sequence[int]) -> None:
+        self._segment, self._bells, self._first = segment, bells, 0
+
+    def ring_idle(self) -> None:
+        """After admitting or releasing."""
+        if not (idle := self._segment.idle_workers()):
+            return
+        before = idle & (1 << self._first) - 1
+        order = [*_bits(idle ^ before), *_bits(before)]
+        for worker in order:
+            os.eventfd_write(self._bells[worker], 1)
+        self._first = (order[0] + 1) % len(self._bells)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

@@ -13,11 +13,13 @@ import tyro
 from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, SeedArgs
 from mprollout.errors import MprolloutError
+from mprollout.monitor import TopArgs
 
 Command = (
     Annotated[DemoArgs, tyro.conf.subcommand("demo")]
     | Annotated[ControlArgs, tyro.conf.subcommand("demo-controls")]
     | Annotated[SeedArgs, tyro.conf.subcommand("demo-seeds")]
+    | Annotated[TopArgs, tyro.conf.subcommand("top")]
 )
 
 
@@ -33,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(args: DemoArgs | ControlArgs | SeedArgs) -> int:
+def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs) -> int:
     """Do what the arguments say."""
+    from mprollout import monitor
     from mprollout.demo import controls
     from mprollout.demo.run import run_demo
 
@@ -45,6 +48,9 @@ def run(args: DemoArgs | ControlArgs | SeedArgs) -> int:
             return 0 if controls.run_controls(args) else 1
         case SeedArgs():
             return 0 if controls.run_seeds(args) else 1
+        case TopArgs():
+            monitor.run_top(args)
+            return 0
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class RolloutEngine:
             if attached:
                 self._taker.adopt(self._keeper.segment)
             self._attendant = attendant = Attendant(
-                self._keeper, self.source, self._gate, self._ledger, self.config, self._taker.recycle
+                self._keeper, self.source, self._gate, self._ledger, self.config, self._taker
             )
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
@@ -267,6 +267,7 @@ class RolloutEngine:
                 raise ConcurrentGet(f"get({n}): another get is under way; there is one taker at a time")
             self._in_get = me
         try:
+            attendant.waiting_since_ns = time.monotonic_ns()
             self._fill(n, timeout, attendant, taker)
             with attendant.lock:
                 batch = taker.book(n)
@@ -278,7 +279,7 @@ class RolloutEngine:
             raise
         finally:
             self._waiting = False
-            self._in_get = None
+            self._in_get, attendant.waiting_since_ns = None, 0
         taker.hand_over(n)  # nothing below can be interrupted: from here on the caller has them
         return batch
 
@@ -471,7 +472,7 @@ class RolloutEngine:
                 taken=gate.taken,
                 live=gate.live,
                 pending=attendant.segment.pending(),
-                held=len(taker.consumer.held()),
+                held=taker.consumer.held_count,
                 running_samples=sum(w.running_samples for w in workers),
                 tokens_generated=sum(w.tokens_generated for w in workers),
                 retried=sum(w.retried for w in workers),

@@ -533,12 +533,14 @@ def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict
     else:
         numbers = [int(number) for number in (device if isinstance(device, list) else [device])]
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(number) for number in range(max(numbers) + 1)]
+        names = [str(number) for number in range(max(numbers) + 1)]
+        if visible is not None:
+            names = visible.split(",") if visible else [""] * len(names)  # "": no GPU is to be seen, and none is
         if max(numbers) >= len(names):
             raise ConfigError(
                 f"WorkerConfig.devices: GPU {max(numbers)} is asked for, CUDA_VISIBLE_DEVICES={visible!r} has {len(names)}"
             )
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(filter(None, (names[number] for number in numbers)))
     environment.update(settings.env)
     return environment
 

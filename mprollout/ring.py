@@ -46,6 +46,23 @@ class WorkerWord(enum.IntEnum):
     STARVED_FOR_ROOM = 13  # 1 while a READY ticket stands and this arena has no room for it
 
 
+class GlobalWord(enum.IntEnum):
+    """Statistics words of the trainer's side, for monitors; the writer is the attendant's thread."""
+
+    POLICY_VERSION = 0
+    UPDATES = 1
+    ADMITTED = 2
+    TAKEN = 3
+    ENDED = 4  # otherwise than taken, those sent back included
+    LIVE = 5
+    HELD = 6
+    HIGHEST_LAG = 7
+    GROUPS_MASKED = 8
+    GROUPS_RECYCLED = 9
+    TOKENS_DISCARDED = 10
+    WAITING_SINCE_NS = 11  # CLOCK_MONOTONIC of the `get` under way; 0: none
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What `Segment.create` is asked for; sizes in bytes."""
 

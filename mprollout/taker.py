@@ -49,6 +49,11 @@ class Taker:
         """Groups taken, by lag. Statistics."""
         self.groups_recycled = self.groups_masked = self.tokens_discarded = 0
 
+    @property
+    def policy_version(self) -> int:
+        """The last version that all workers applied."""
+        return self._updates.version
+
     def adopt(self, segment: _native.Segment) -> None:
         """Against a loaded state, find out what is live: entries of the table, groups in the ring, groups that a dead trainer had taken."""
         while (lease := self.consumer.take()) is not None:

@@ -81,9 +81,7 @@ class Updates:
         if not answered(self._unanswered):  # an interrupted push may have sent it, and even its giving up, or neither
             give_up("interrupted")
             attendant.wait_news(lambda: answered(self._unanswered), lambda: None)
-        self.minted += 1
-        version = self.minted
-        self._completed_at[version] = self._gate.updates
+        version = self.mint()
         deadline = time.monotonic() + limit_s
 
         def check_time() -> None:
@@ -109,10 +107,20 @@ class Updates:
                 worker_traceback=first.traceback,
             )
         with attendant.lock:
-            self.version = version
-            self._gate.updated()
-            self._completed_at[version] = self._gate.updates
+            self.complete(version)
         return version
+
+    def mint(self) -> int:
+        """A version number that was never used; until it is completed, its tokens count as no newer than the updates completed so far."""
+        self.minted += 1
+        self._completed_at[self.minted] = self._gate.updates
+        return self.minted
+
+    def complete(self, version: int) -> None:
+        """All workers have applied it."""
+        self.version = version
+        self._gate.updated()
+        self._completed_at[version] = self._gate.updates
 
 
 class _Attempt(msgspec.Struct):

@@ -35,7 +35,7 @@ from mprollout.weights import StagedWeights
 if TYPE_CHECKING:
     from mprollout.generator import Generator
 
-SAFETY_LOOK_S = 0.05
+SAFETY_LOOK_S = 0.25
 WATCH_S = 0.5
 
 
@@ -144,9 +144,11 @@ class RolloutWorker:
                 self._words[WorkerWord.STARVED_FOR_ROOM] = claim is None and self._producer.starved_for_room
                 if claim is not None:
                     return claim
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SAFETY_LOOK_S):
-                        await self._rung.wait()
+                look = asyncio.get_running_loop().call_later(SAFETY_LOOK_S, self._rung.set)
+                try:
+                    await self._rung.wait()
+                finally:
+                    look.cancel()
         finally:
             self._producer.set_idle(False)
 

@@ -115,6 +115,8 @@ public:
     }
     std::vector<std::uint64_t> peek(std::int64_t count) const { return consumer_.peek(natural("peek", count)); }
 
+    std::size_t held_count() const { return held_.size() - delivered_; }
+
     std::vector<nb::object> held() const {
         std::vector<nb::object> leases;
         for (const nb::object& lease : held_)
@@ -176,7 +178,7 @@ public:
             if (news_since(*m, seen) || left <= 0) return false;
             {
                 nb::gil_scoped_release unlocked;
-                if (!spun) spin(*m, target, seen);
+                if (!spun) spinner_.spin(*m, target, seen);
                 spun = true;
                 if (!reached(*m, target)) sleep_slice(*m, target, seen, std::min<std::int64_t>(left, kSafetyLookNs));
             }
@@ -243,6 +245,7 @@ private:
     std::vector<nb::object> held_;                            // leases in FIFO order; some may be delivered
     std::unordered_map<std::uint64_t, PyObject*> by_ticket_;  // of those below indexed_
     std::size_t indexed_ = 0, delivered_ = 0;
+    Spinner spinner_;
     bool waiting_ = false, armed_ = false;
 };
 
@@ -434,6 +437,7 @@ NB_MODULE(_native, m) {
         .def("available", &PyConsumer::available)
         .def("peek", &PyConsumer::peek, "count"_a)
         .def("held", &PyConsumer::held)
+        .def_prop_ro("held_count", &PyConsumer::held_count)
         .def("find", &PyConsumer::find, "ticket"_a)
         .def("deliver", &PyConsumer::deliver, "leases"_a)
         .def("news", &PyConsumer::news)

@@ -132,8 +132,9 @@ public:
         // [T2]
         if (!filled(*m_, h)) return std::nullopt;
         // [T3]
-        // A CAS that could only fail is left out: the tail never comes back to h. seq_cst, as the CAS.
-        if (hot.tail.load(std::memory_order_seq_cst) == h) advance_tail(*m_, h);
+        // A CAS that could only fail is left out: the tail never comes back to h, so one that was seen beyond it suffices.
+        if (tail_seen_ <= h) tail_seen_ = hot.tail.load(std::memory_order_seq_cst);  // as the CAS
+        if (tail_seen_ <= h) advance_tail(*m_, h);
         const Cell c = Cell::unpack(m_->cell(h).load(std::memory_order_acquire));  // pairs with enqueue's CAS
         check_cell(c, h);
         Descriptor& d = m_->descriptor(c.worker, c.descriptor);
@@ -283,6 +284,7 @@ private:
     MappingPtr m_;
     std::shared_ptr<Taker> taker_;
     std::deque<Taken> backlog_;
+    std::uint64_t tail_seen_ = 0;
     bool closed_ = false;
 };
 

@@ -161,7 +161,7 @@ public:
         // [P4]
         sequence.store(mine,
                        std::memory_order_relaxed);  // raised before use: a successor after a death does not repeat it
-        if (enqueue(*m_, worker_, claim.descriptor, mine) == kNever) {
+        if (enqueue(*m_, worker_, claim.descriptor, mine, head_seen_) == kNever) {
             // [P5]
             hand_over(word, next.pack(), claim.word);
             throw std::logic_error(text("publish: expected a free cell among ", m_->shape().cells, " for at most ",
@@ -277,10 +277,11 @@ private:
         --claims_;
     }
 
-    // The extent; its descriptor is free_.back(). A few released ones are collected each time, all only when room lacks.
+    // The extent; its descriptor is free_.back(). Released ones are collected now and then, all only when room lacks: a look
+    // at one that is not released yet costs its line, and the taker, too.
     std::optional<std::uint64_t> reserve() {
-        constexpr std::size_t kFew = 16, kMisses = 2;
-        reclaim(kFew, kMisses);
+        constexpr std::size_t kEvery = 8, kMost = 64, kMisses = 2;
+        if (++reservations_ % kEvery == 0) reclaim(kMost, kMisses);
         for (int full = 0;; ++full) {
             if (!free_.empty())
                 if (auto extent = arena_.allocate()) return extent;
@@ -325,6 +326,7 @@ private:
     Finder finder_;
     std::vector<std::uint64_t> free_;  // descriptors; a claimed one is in neither
     std::deque<std::uint64_t> live_;
+    std::uint64_t head_seen_ = 0, reservations_ = 0;
     bool starved_ = false, poison_ = false;
     std::uint64_t forks_ = forks_before;
 };

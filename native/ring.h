@@ -6,7 +6,6 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <sched.h>
 
 #include <set>
 #include <utility>
@@ -97,8 +96,11 @@ inline void help_tail(const Mapping& m) {
     if (filled(m, t)) advance_tail(m, t);  // a filled cell at an old tail only makes the CAS fail
 }
 
-// Returns the position, or kNever when the ring is full, which cells >= entries excludes for published groups.
-inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64_t descriptor, std::uint64_t sequence) {
+// Returns the position, or kNever when the ring is full, which cells >= entries excludes for published groups. `head_seen`: a
+// head that the caller has read before. It only grows, so where an old one says that there is room, there is, and the
+// line that the taker writes at each take is read once a lap only.
+inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64_t descriptor, std::uint64_t sequence,
+                             std::uint64_t& head_seen) {
     Hot& hot = m.hot();
     for (;;) {
         // [E1]
@@ -123,8 +125,11 @@ inline std::uint64_t enqueue(const Mapping& m, std::uint64_t worker, std::uint64
         // [E6]
         // The tag alone does not see a full ring. acquire: pairs with the taker's release of head, behind which the old
         // group's TAKEN stands: whoever later finds this cell overwritten also finds TAKEN. Signed: a stale t may lie below head.
-        if (static_cast<std::int64_t>(t - hot.head.load(std::memory_order_acquire)) >=
-            static_cast<std::int64_t>(m.shape().cells)) {
+        const auto full = [&] {
+            return static_cast<std::int64_t>(t - head_seen) >= static_cast<std::int64_t>(m.shape().cells);
+        };
+        if (full()) head_seen = hot.head.load(std::memory_order_acquire);
+        if (full()) {
             if (hot.tail.load(std::memory_order_acquire) == t) return kNever;
             continue;
         }
@@ -220,14 +225,6 @@ inline Recovered recover(const Mapping& m, std::uint64_t worker, std::uint64_t m
 
 // ---- waiting, by the one taker
 
-inline bool several_cpus() {
-    static const bool several = [] {
-        cpu_set_t set;
-        return ::sched_getaffinity(0, sizeof set, &set) != 0 || CPU_COUNT(&set) > 1;
-    }();
-    return several;
-}
-
 inline bool reached(const Mapping& m, std::uint64_t target) {
     // [S2] [S3]
     // FIFO has no holes: the last cell being filled means that all before it are. The tail may lag behind it by one.
@@ -238,19 +235,42 @@ inline bool news_since(const Mapping& m, std::uint32_t seen) {
     return m.hot().wake_sequence.load(std::memory_order_seq_cst) != seen;  // seq_cst: see wake_taker()
 }
 
-// Spins a little: a wake by futex costs about as much as is spun here. Pointless where the publisher needs this very CPU.
-inline void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
-    constexpr std::int64_t kSpinNs = 20000;
-    if (!several_cpus()) return;
-    for (const std::int64_t end = now_ns() + kSpinNs; now_ns() < end;) {
-        if (reached(m, target) || news_since(m, seen)) return;
-        for (int i = 0; i < 16; ++i) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
+// Spins a little before a sleep: a wake by futex costs about as much as is spun here. While groups come faster than that it
+// goes on, since the last one will come as fast. Where it does not help (the publisher needs this very CPU, or comes much
+// later) it is left out more and more often: after k misses in a row 2^k - 1 times.
+class Spinner {
+public:
+    void spin(const Mapping& m, std::uint64_t target, std::uint32_t seen) {
+        if (skip_ > 0) {
+            --skip_;
+            return;
         }
+        std::uint64_t tail = 0;
+        for (std::int64_t now = now_ns(), end = now + kSpinNs; now < end; now = now_ns()) {
+            if (reached(m, target) || news_since(m, seen)) {
+                misses_ = 0;
+                return;
+            }
+            if (const std::uint64_t t = m.hot().tail.load(std::memory_order_relaxed); t != tail) {
+                tail = t;
+                end = now + kSpinNs;
+            }
+            for (int i = 0; i < 16; ++i) {
+#if defined(__x86_64__)
+                __builtin_ia32_pause();
+#endif
+            }
+        }
+        misses_ = std::min(misses_ + 1, kMostMisses);
+        skip_ = (1 << misses_) - 1;
     }
-}
+
+private:
+    static constexpr std::int64_t kSpinNs = 20000;
+    static constexpr int kMostMisses = 6;
+
+    int misses_ = 0, skip_ = 0;
+};
 
 inline void disarm(const Mapping& m) {
     // [S6]

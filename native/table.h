@@ -113,8 +113,10 @@ inline Ready ready_at(const Mapping& m, std::uint64_t entry, std::uint64_t word)
     return {entry, word, r.ticket.load(std::memory_order_relaxed), r.prompt_bytes.load(std::memory_order_relaxed)};
 }
 
-// The first admission of the window, if it is READY. Else front moves past it: `passed` says to look again.
-inline std::optional<Ready> front_ready(const Mapping& m, std::uint64_t& shakes, bool& passed) {
+// The first admission of the window, if it is READY. Else front moves past it: `passed` says to look again. `admitted_seen`:
+// an `admitted` that the caller has read before; it only grows, and is read again when the window seems empty.
+inline std::optional<Ready> front_ready(const Mapping& m, std::uint64_t& admitted_seen, std::uint64_t& shakes,
+                                        bool& passed) {
     Hot& hot = m.hot();
     // seq_cst, here and below: pairs with admit's stores (READY, then admitted) and idle_workers' load behind them: set_idle,
     // then this look; one of both sees the other.
@@ -122,7 +124,8 @@ inline std::optional<Ready> front_ready(const Mapping& m, std::uint64_t& shakes,
     const Front at = Front::unpack(front);
     shakes = at.shakes;
     passed = false;
-    if (at.position >= hot.admitted.load(std::memory_order_seq_cst)) return std::nullopt;
+    if (at.position >= admitted_seen) admitted_seen = hot.admitted.load(std::memory_order_seq_cst);
+    if (at.position >= admitted_seen) return std::nullopt;
     const Admission a = Admission::unpack(m.admission(at.position).load(std::memory_order_relaxed));
     if (a.entry >= m.shape().entries) throw SegmentError(text("admission ", at.position, ": got entry ", a.entry));
     const std::uint64_t word = m.table_word(a.entry).load(std::memory_order_seq_cst);
@@ -140,7 +143,7 @@ public:
         for (std::uint64_t passes = 1;; ++passes) {
             bool passed;
             std::uint64_t shakes;
-            const auto ready = front_ready(m, shakes, passed);
+            const auto ready = front_ready(m, admitted_seen_, shakes, passed);
             if (shakes != seen_) return look_at_all(m);
             if (ready) return ready;
             if (!passed) break;
@@ -190,6 +193,7 @@ private:
     }
 
     std::uint64_t seen_ = ~0ULL;  // shakes after which all that is READY lay in the window
+    std::uint64_t admitted_seen_ = 0;
     std::int64_t next_look_ns_ = 0;
 };
 
@@ -271,12 +275,14 @@ public:
         return true;
     }
 
-    std::vector<Ended> sweep() {
+    // Valid until the next sweep.
+    const std::vector<Ended>& sweep() {
         check_process();
-        std::vector<Ended> ended;
-        look_for(ended);
-        std::reverse(free_.end() - static_cast<std::ptrdiff_t>(ended.size()), free_.end());  // the lowest is used first
-        return ended;
+        ended_.clear();
+        look_for(ended_);
+        std::reverse(free_.end() - static_cast<std::ptrdiff_t>(ended_.size()),
+                     free_.end());  // the lowest is used first
+        return ended_;
     }
 
 private:
@@ -310,13 +316,13 @@ private:
     bool append(Admission a) {
         Hot& hot = m_->hot();
         const std::uint64_t at = hot.admitted.load(std::memory_order_relaxed);  // this handle alone moves it
-        bool passed = true;
-        for (std::uint64_t shakes;
-             at - Front::unpack(hot.front.load(std::memory_order_relaxed)).position >= m_->shape().cells;) {
-            if (!passed) return false;
-            if (at - Front::unpack(hot.front.load(std::memory_order_relaxed)).position > m_->shape().cells)
-                return false;
-            front_ready(*m_, shakes, passed);
+        const auto full = [&] { return at - front_seen_ >= m_->shape().cells; };
+        for (bool passed = true; full();) {
+            front_seen_ = Front::unpack(hot.front.load(std::memory_order_relaxed)).position;  // it only grows
+            if (!full()) break;
+            if (!passed || at - front_seen_ > m_->shape().cells) return false;
+            std::uint64_t shakes, admitted = at;
+            front_ready(*m_, admitted, shakes, passed);
         }
         // Released by the store behind it. Whoever still reads this cell for the position of a lap ago claims by an exact CAS,
         // and cannot pass it: front has moved.
@@ -348,6 +354,8 @@ private:
     MappingPtr m_;
     std::vector<std::uint64_t> free_;  // the last one used first: its words and its prompt are in cache
     std::unordered_set<std::uint64_t> live_;
+    std::vector<Ended> ended_;  // kept: its memory is large enough to make malloc tidy up all small chunks each time
+    std::uint64_t front_seen_ = 0;
     std::uint64_t next_in_order_ = 0;  // tickets from here on are admitted in order
     std::uint64_t seen_ = ~0ULL;       // shakes at the last look at all entries
     std::int64_t next_look_ns_ = 0;

@@ -86,6 +86,7 @@ def test_a_mapping_is_made_the_part_that_it_describes():
         ("4,7", [1, 0], ["7", "4"]),
         ("GPU-ab,GPU-cd,MIG-ef", [[0, 2], 1], ["GPU-ab,MIG-ef", "GPU-cd"]),
         ("4,7", ["cpu"], [""]),
+        ("", [0, [1, 2]], ["", ""]),
     ],
 )
 def test_a_workers_gpus_are_those_that_the_trainer_sees(monkeypatch, visible, devices, given):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -292,6 +293,28 @@ def test_fields_arrive_as_typed_readonly_views(rig: Rig) -> None:
     for index in (5, -1):
         with pytest.raises(IndexError, match="below 5"):
             lease.field(index, "int32")
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "<i4", ">i4", "<f8", "<c16", "<M8[s]", "V3", "S5", "(2,)<i4", "i4,f4"])
+@pytest.mark.parametrize("items", [0, 1, 7])
+def test_a_view_is_what_numpy_itself_makes(rig: Rig, dtype: str, items: int) -> None:
+    rig.admitter.admit(1, b"")
+    data = bytes(range(np.dtype(dtype).itemsize * items))
+    assert rig.producer.publish(rig.claim(), [data])
+    lease = rig.take()
+    view = lease.field(0, dtype)
+    like = np.frombuffer(data or bytes(np.dtype(dtype).itemsize), dtype)[: len(data)]
+    assert type(view) is np.ndarray
+    assert (view.dtype, view.shape, view.strides) == (like.dtype, like.shape, like.strides)
+    for flag in ("c_contiguous", "f_contiguous", "aligned", "writebackifcopy"):
+        assert getattr(view.flags, flag) == getattr(like.flags, flag), flag
+    assert not view.flags.owndata and not view.flags.writeable
+    assert view.tobytes() == memoryview(view.view("|u1")).tobytes() == data
+    assert view.copy().tobytes() == data
+    reference = weakref.ref(view)
+    view.shape = (1, *view.shape)  # its own sizes are replaced
+    del view
+    assert reference() is None
 
 
 def test_payload_layout_is_the_documented_one(rig: Rig) -> None:

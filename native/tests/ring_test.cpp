@@ -89,10 +89,11 @@ void take(const MappingPtr& m) {
     std::vector<Taken> held;
     std::mt19937_64 random(99);
     std::uint64_t next_position = 0;
+    Spinner spinner;
     for (std::uint64_t got = 0; got < kTickets;) {
         const std::uint32_t news = consumer->news();
         const std::uint64_t target = consumer->target(1 + (kTickets - got > 3 ? random() % 2 : 0));
-        if (!reached(*m, target) && random() % 2) spin(*m, target, news);
+        if (!reached(*m, target) && random() % 2) spinner.spin(*m, target, news);
         if (!reached(*m, target)) sleep_slice(*m, target, news, 50000000);
         while (auto t = consumer->take()) {
             CHECK(t->position == next_position);
