@@ -82,8 +82,9 @@ sanitize: $(SAN_THREAD) $(SAN_ADDRESS) ## native/tests under ThreadSanitizer, th
 	    TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 $(NO_ASLR) ./$$program; \
 	done; echo "sanitize: $(words $(SAN_THREAD) $(SAN_ADDRESS)) programs passed"
 
-# Beside the real one: the package's files linked, and an extension of its own. CPython keeps much for ever on purpose, so leaks
-# are not looked for; libstdc++ is preloaded, too, for ASan to meet its exceptions. A limit on addresses leaves none for ASan.
+# Beside the real one: the package's files linked, and an extension of its own. CPython keeps much for ever on
+# purpose, so leaks are not looked for; libstdc++ is preloaded, too, for ASan to meet its exceptions. A limit on
+# addresses leaves ASan none.
 # -P: this folder's mprollout must not come first.
 ASAN_PYTHON := build/python-asan
 .PHONY: sanitize-python
@@ -97,7 +98,7 @@ sanitize-python: setup ## The native part's Python tests under Address- and Unde
 	    tests/test_native.py tests/test_native_layout.py tests/test_ring_machine.py tests/test_batch.py $(ARGS)
 
 .PHONY: fuzz
-fuzz: build/sanitize/attach_fuzz.asan ## A million corrupt segments, attached and used, under ASan and UBSan (5 minutes; ARGS="INPUTS FIRST")
+fuzz: build/sanitize/attach_fuzz.asan ## A million corrupt segments under ASan, UBSan (5 minutes; ARGS="INPUTS FIRST")
 	@UBSAN_OPTIONS=print_stacktrace=1 ./$< $(or $(ARGS),1000000)
 
 # Without sanitizers: it single-steps processes, whose every load TSan would turn into hundreds of instructions.

@@ -10,6 +10,7 @@ from setuptools import Extension, setup
 root = os.path.dirname(nanobind.include_dir())
 # For `make sanitize-python`; vptr wants type information that the hidden symbols of nanobind do not share.
 sanitized = [
+    "-fno-lto",
     "-g",
     "-O1",
     "-fno-omit-frame-pointer",
@@ -47,7 +48,7 @@ setup(
                 "-Wextra",
                 *(sanitized if sanitize else []),
             ],
-            extra_link_args=["-O2", "-flto=auto", "-Wl,--gc-sections", *(sanitized if sanitize else ["-s"])],
+            extra_link_args=["-Wl,--gc-sections", *(sanitized if sanitize else ["-O2", "-flto=auto", "-s"])],
             language="c++",
         )
     ]

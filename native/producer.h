@@ -320,7 +320,8 @@ private:
     MappingPtr m_;
     std::uint64_t worker_, incarnation_ = 0, claims_ = 0;
     Arena arena_;
-    // By descriptor, those of live_ and of this very copy: what others write into the segment moves no write of this process.
+    // By descriptor, of those in live_. This copy alone is believed: what others write into the segment moves no
+    // write of this process.
     std::vector<Extent> extents_;
     Finder finder_;
     std::vector<std::uint64_t> free_;  // descriptors; a claimed one is in neither

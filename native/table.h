@@ -155,7 +155,7 @@ public:
 private:
     static constexpr std::uint64_t kPassesUntilCheck = 1024;
 
-    // A corrupt window could be passed for years. front only grows, so that it stood still in between says that both belong together.
+    // A corrupt window could be passed for years. front only grows: that it stood still says that both belong together.
     static void check_window(const Mapping& m) {
         const std::uint64_t front = m.hot().front.load(std::memory_order_seq_cst),
                             admitted = m.hot().admitted.load(std::memory_order_seq_cst),
@@ -320,8 +320,7 @@ private:
         for (bool passed = true; full();) {
             front_seen_ = Front::unpack(hot.front.load(std::memory_order_relaxed)).position;  // it only grows
             if (!full()) break;
-            if (!passed || at - front_seen_ > m_->shape().cells)
-                return false;  // more than a lap: no whole segment says so
+            if (!passed || at - front_seen_ > m_->shape().cells) return false;
             std::uint64_t shakes, admitted = at;
             front_ready(*m_, admitted, shakes, passed);
         }

@@ -1,4 +1,4 @@
-"""A corrupted or foreign segment is refused, or gives errors, and cannot crash a process (`native/tests/attach_fuzz.cpp`)."""
+"""A corrupt or foreign segment is refused, or gives errors, and crashes nobody (`native/tests/attach_fuzz.cpp`)."""
 
 import subprocess
 from pathlib import Path

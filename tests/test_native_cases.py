@@ -41,7 +41,7 @@ def holders(inode: int) -> set[int]:
 
 
 def test_the_last_holder_frees_the_memory_and_no_other() -> None:
-    """cpython#82300: who attached and exits takes nothing along; no resource_tracker is there to unlink what others use."""
+    """cpython#82300: who attached and exits takes nothing along; no resource_tracker unlinks what others use."""
     segment = make_segment(arena_bytes=4 * MIB)
     inode = os.fstat(segment.fd).st_ino
     admitter, producer, consumer = native.Admitter(segment), native.Producer(segment, 0), native.Consumer(segment)
@@ -49,7 +49,8 @@ def test_the_last_holder_frees_the_memory_and_no_other() -> None:
     claim = producer.claim()
     assert claim is not None and producer.publish(claim, [b"payload"])
     code = (
-        "import sys; from mprollout import _native as n; s = n.Segment.attach(int(sys.argv[1])); n.Producer(s, 1).claim();"
+        "import sys; from mprollout import _native as n; s = n.Segment.attach(int(sys.argv[1]));"
+        "n.Producer(s, 1).claim();"
         "assert s.pending() == 1 and not [m for m in sys.modules if 'resource_tracker' in m]"
     )
     script = [sys.executable, "-c", code, str(segment.fd)]
@@ -201,7 +202,7 @@ def hot(segment: native.Segment, name: str, value: int) -> None:
 
 
 def test_a_tail_beyond_the_filled_cells_raises_and_loses_nothing() -> None:
-    """Groups that a corrupt tail promises are not there: an error, neither a batch with holes nor a loop that no signal ends."""
+    """What a corrupt tail promises is not there: an error, no batch with holes, no loop that no signal ends."""
     segment = make_segment()
     admitter, producer, consumer = native.Admitter(segment), native.Producer(segment, 0), native.Consumer(segment)
     admitter.admit(1, b"")

@@ -1,4 +1,4 @@
-"""The bytes of a segment. Who changes them raises kVersion in native/segment.h, and the tables of native/README.md with it."""
+"""The bytes of a segment. Who changes them raises kVersion in native/segment.h and mends native/README.md."""
 
 import fcntl
 import os
@@ -12,8 +12,14 @@ from mprollout import _native as native
 
 GOLDEN = Path(__file__).with_name("segment_v2.txt")
 SHAPE = {
-    "workers": 2, "entries": 4, "cells": 4, "descriptors": 3, "arena_bytes": 5000, "max_group_bytes": 600, "max_prompt_bytes": 70
-}  # fmt: skip
+    "workers": 2,
+    "entries": 4,
+    "cells": 4,
+    "descriptors": 3,
+    "arena_bytes": 5000,
+    "max_group_bytes": 600,
+    "max_prompt_bytes": 70,
+}
 SCHEMA = b"the schema"
 HOT = ["tail", "head", "wake_at", "wake_sequence", "idle", "taker", "taker_epoch", "admitted", "front"]
 
@@ -49,7 +55,7 @@ def regions() -> Iterator[tuple[str, int, int]]:
 
 
 def image() -> bytes:
-    """A used segment: one group taken, one pending, one ticket failed, one running, one READY; statistics, and a sleeper."""
+    """A used one: a group taken, one pending, a ticket failed, one back after a death; statistics, an idle worker."""
     segment = native.Segment.create(**SHAPE, schema=SCHEMA)
     admitter, consumer = native.Admitter(segment), native.Consumer(segment)
     producers = [native.Producer(segment, worker) for worker in range(2)]
@@ -77,7 +83,7 @@ def image() -> bytes:
 
 
 def words(raw: bytes) -> str:
-    """Each region, and in it each 64-bit word that is not 0; of the taker (pid and start time) only that it is there."""
+    """Each region, and in it each 64-bit word that is not 0; of the taker (a pid) only that it is there."""
     lines = []
     for name, start, size in regions():
         lines.append(f"{name}: {start} + {size}")
@@ -92,7 +98,7 @@ def words(raw: bytes) -> str:
 def test_the_bytes_of_a_used_segment_are_these() -> None:
     raw = image()
     assert words(raw) == GOLDEN.read_text(), (
-        "the layout has changed: raise kVersion, mend native/README.md, then write the new bytes by `python tests/test_native_layout.py`"
+        "the layout has changed: raise kVersion, mend native/README.md, then run python tests/test_native_layout.py"
     )
     covered = bytearray(raw)
     for _, start, size in regions():

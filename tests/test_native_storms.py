@@ -15,7 +15,7 @@ WORKERS = 4
 
 
 def storm(kills_wanted: int, seed: int) -> dict[str, int]:
-    """slime#1615, NeMo-RL#3599, cloudtoid/interprocess#56: what happened, counted. A stopped worker is killed, or continued."""
+    """slime#1615, NeMo-RL#3599, cloudtoid/interprocess#56: what happened, counted."""
     segment = make_segment(workers=WORKERS, entries=16, cells=16, descriptors=8)
     admitter, consumer = native.Admitter(segment), native.Consumer(segment)
     dice = random.Random(seed)
@@ -100,7 +100,7 @@ def test_four_producers_survive_thousands_of_kills_and_stops() -> None:
 @pytest.mark.parametrize("seconds", [pytest.param(3, id="3 s"), pytest.param(60, id="60 s", marks=pytest.mark.long)])
 @pytest.mark.timeout(120)
 def test_a_stopped_worker_keeps_its_memory_until_its_proven_end(seconds: int) -> None:
-    """cloudtoid/interprocess#56: stopped amid its work, the others and the taker go on for laps; it goes on uncorrupted."""
+    """cloudtoid/interprocess#56: stopped amid its work; the others and the taker go on for laps; then it, too."""
     segment = make_segment(workers=2, entries=16, cells=16, descriptors=8)
     admitter, consumer = native.Admitter(segment), native.Consumer(segment)
     workers = [fork(lambda w=w: publish_hard(segment, w)) for w in (0, 1)]

@@ -64,8 +64,15 @@ class Ring(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setenv("MPROLLOUT_POISON", "1" if poison else "0")
         self.segment = native.Segment.create(
-            workers=WORKERS, entries=ENTRIES, cells=8, descriptors=DESCRIPTORS, arena_bytes=ARENA, max_group_bytes=MAX_GROUP, max_prompt_bytes=64, schema=b""
-        )  # fmt: skip
+            workers=WORKERS,
+            entries=ENTRIES,
+            cells=8,
+            descriptors=DESCRIPTORS,
+            arena_bytes=ARENA,
+            max_group_bytes=MAX_GROUP,
+            max_prompt_bytes=64,
+            schema=b"",
+        )
         self.admitter = native.Admitter(self.segment)
         self.producers = [native.Producer(self.segment, w) for w in range(WORKERS)]
         self.incarnations = [1] * WORKERS
@@ -123,7 +130,7 @@ class Ring(RuleBasedStateMachine):
     # ---- the workers
 
     def room(self, worker: int) -> bool:
-        """Whether a claim finds a descriptor and a worst-case extent: the descriptors' part is exact, the extent's a bound."""
+        """Whether a claim finds a descriptor."""
         return self.in_use(worker) < DESCRIPTORS
 
     def in_use(self, worker: int) -> int:
@@ -214,9 +221,10 @@ class Ring(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, WORKERS - 1), count_death=st.booleans(), reborn=st.booleans())
     def die_and_recover(self, worker: int, count_death: bool, reborn: bool) -> None:
-        """reborn=False: its tickets are taken away while it lives on, as from one that was stopped: its claims are stale. Then the
-        death must count: else it could claim the ticket again under the very word of its stale claim. Who may have
-        such a worker is nobody (recover() wants a proven death), so this is more than is promised.
+        """reborn=False: its tickets are taken away while it lives on, as from one that was stopped; its claims are stale.
+
+        Then the death must count: else it could claim the ticket again under the very word of its stale claim. Nobody
+        may recover such a worker (its death is not proven), so this is more than is promised.
         """
         count_death |= not reborn
         mine = {ticket for _, ticket, w in self.claims if w == worker}
@@ -367,12 +375,10 @@ class Ring(RuleBasedStateMachine):
         for group in self.taken:
             group.lease = None
         self.forget()
-        # A delivered lease that dies is released.
-        self.taken = [g for g in self.taken if g in self.adopted or not g.delivered]
+        self.taken = [g for g in self.taken if not g.delivered]  # a delivered lease that dies is released
         self.consumer = native.Consumer(self.segment)
         self.adopted = list(self.taken)
         happened["take-over with groups"] += bool(self.adopted)
-        happened["take-over with delivered groups"] += any(g.delivered for g in self.adopted)
 
     # ---- what is always so
 
@@ -397,8 +403,9 @@ class Ring(RuleBasedStateMachine):
     def the_taker_holds_what_it_holds(self) -> None:
         if getattr(self, "consumer", None) is None:
             return
+        held = [lease.ticket for lease in self.consumer.held()]  # type: ignore[union-attr]
         undelivered = [g for g in self.leased() if not g.delivered]
-        assert [lease.ticket for lease in self.consumer.held()] == [g.ticket for g in undelivered]  # type: ignore[union-attr]
+        assert held == [g.ticket for g in undelivered]
         for group in undelivered:
             assert self.consumer.find(group.ticket) is group.lease  # type: ignore[union-attr]
 

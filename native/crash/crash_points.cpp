@@ -5,7 +5,8 @@
 //   crash_points [--all] [--only PART-OF-A-NAME]
 //
 // Default: one kill and one stop before each access to shared memory and each system call, and pairs of processes at those
-// steps of the first that changed memory and all of the second; the maker of a segment at each step of that. --all: at every instruction, and all steps of both.
+// steps of the first that changed memory and all of the second; the maker of a segment at each step of that. --all: at
+// every instruction, and all steps of both.
 #if defined(__x86_64__) && defined(__linux__)
 
 #include <chrono>

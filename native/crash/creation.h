@@ -1,5 +1,5 @@
-// The making of a segment, killed before each of its system calls and at every instruction behind the seals: whoever has the
-// file by then is refused at once, or attaches to a whole segment.
+// The making of a segment, killed before each of its system calls and at every instruction behind the seals: whoever
+// has the file by then is refused at once, or attaches to a whole segment.
 #pragma once
 
 #include <dirent.h>

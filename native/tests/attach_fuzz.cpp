@@ -1,12 +1,13 @@
-// Claims: whatever stands in a file, attach() either refuses it with an error that says what was expected, or everything
-// that a monitor, an admitter, a worker, a taker and the keeper then do ends, by itself or with such an error, and never
-// leaves the mapping. Three kinds of input: a good image with scribbles anywhere, one whose header was forged to hold
-// together (another shape, offsets and checksum made anew), and a scribble under handles that are open already.
+// Claims: whatever stands in a file, attach() either refuses it with an error that says what was expected, or all
+// that a monitor, an admitter, a worker, a taker and the keeper then do ends, by itself or with such an error, and
+// never leaves the mapping. Three kinds of input: a good image with scribbles anywhere, one whose header was forged
+// to hold together (another shape, offsets and checksum made anew), and a scribble under handles that are open
+// already.
 //
 //   attach_fuzz [INPUTS [FIRST]]
 //
-// Each input is its own seed; one that fails is named, and `attach_fuzz 1 FIRST` plays it again. The inputs run in a child, so that
-// a crash, and a call that does not come back, have somebody to name them.
+// Each input is its own seed; one that fails is named, and `attach_fuzz 1 FIRST` plays it again. The inputs run in a
+// child, so that a crash, and a call that does not come back, have somebody to name them.
 #include <signal.h>
 #include <sys/wait.h>
 

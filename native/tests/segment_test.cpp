@@ -167,8 +167,8 @@ void body() {
     CHECK(errors > 0);
 }
 
-// Somebody scribbles over what is in use: the words of a segment may then say anything, but move no access out of it, and keep
-// nobody in a loop.
+// Somebody scribbles over what is in use: the words of a segment may then say anything, but move no access out of it,
+// and keep nobody in a loop.
 void scribbled_in_use() {
     ::setenv("MPROLLOUT_POISON", "1", 1);
     const auto raises = [](auto call) {
