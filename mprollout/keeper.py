@@ -33,6 +33,7 @@ import psutil
 
 from mprollout import _native, messages
 from mprollout.config import FaultConfig, WorkerConfig
+from mprollout.door import Door
 from mprollout.errors import ConfigError
 from mprollout.ledger import Reason
 from mprollout.ring import SUSPECT_DEATHS, WorkerWord
@@ -89,8 +90,7 @@ class Keeper:
         self.orphan_until = math.inf
         """When to give up waiting for a trainer that attaches; CLOCK_MONOTONIC, s. Infinite while there is a trainer."""
         self.confirmed = 0
-        self.door: socket.socket | None = None
-        self.visitors: set[messages.Channel] = set()
+        self.door: Door | None = None
         self.selector = selectors.DefaultSelector()
         self.workers: list[Worker] = []
         self.weights = WeightSync(self)
@@ -117,8 +117,7 @@ class Keeper:
         self.log_dir = Path(self.record.run_dir) / "logs" if self.record.run_dir else self.temp_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
         if self.record.run_dir is not None:
-            self.door = messages.open_door(Path(self.record.run_dir))
-            self.selector.register(self.door, selectors.EVENT_READ, self._on_knock)
+            self.door = Door(Path(self.record.run_dir), self.selector, self._on_visitor)
         self.segment = _native.Segment.create(**self.record.segment)
         count = len(self.record.workers.devices)
         self.attendant_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -247,43 +246,23 @@ class Keeper:
 
     # -- visitors ------------------------------------------------------------------------------------------------
 
-    def _on_knock(self) -> None:
-        assert self.door is not None
-        with contextlib.suppress(OSError):
-            visitor = messages.Channel(self.door.accept()[0])
-            if visitor.peer()[1] != os.getuid():
-                visitor.close()
-                return
-            self.visitors.add(visitor)
-            self.selector.register(visitor, selectors.EVENT_READ, lambda: self._on_visitor(visitor))
-
-    def _on_visitor(self, visitor: messages.Channel) -> None:
-        try:
-            received = visitor.receive()
-        except (EOFError, OSError, msgspec.MsgspecError):
-            received = (messages.Stop(), [])  # it left again
-        if received is None:
-            return
-        for fd in received[1]:
-            os.close(fd)
-        self._forget(visitor)
-        self.visitors.discard(visitor)
-        with contextlib.suppress(OSError):
-            match received[0]:
-                case messages.Attach() if self.trainer_pidfd < 0 and not self.ending:
-                    self._take_in(visitor)
-                    return
-                case messages.Attach():
-                    text = f"the run has a living trainer (pid {self.trainer_pid}), or is ending"
-                    visitor.send(messages.Fault(kind="attach", message=text))
-                case messages.Observe():
-                    for worker in self.workers:
-                        if worker.last_told is not None:
-                            visitor.send(worker.last_told)
-                    read_only = os.open(f"/proc/self/fd/{self.segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
-                    visitor.send(messages.Observed(trainer_pid=self.trainer_pid), [read_only])
-                    os.close(read_only)
-        visitor.close()
+    def _on_visitor(self, visitor: messages.Channel, message: messages.Message) -> bool:
+        """Whether the visitor stays: as the trainer."""
+        match message:
+            case messages.Attach() if self.trainer_pidfd < 0 and not self.ending:
+                self._take_in(visitor)
+                return True
+            case messages.Attach():
+                text = f"the run has a living trainer (pid {self.trainer_pid}), or is ending"
+                visitor.send(messages.Fault(kind="attach", message=text))
+            case messages.Observe():
+                for worker in self.workers:
+                    if worker.last_told is not None:
+                        visitor.send(worker.last_told)
+                read_only = os.open(f"/proc/self/fd/{self.segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+                visitor.send(messages.Observed(trainer_pid=self.trainer_pid), [read_only])
+                os.close(read_only)
+        return False
 
     def _take_in(self, visitor: messages.Channel) -> None:
         """A visitor becomes the trainer."""
@@ -514,7 +493,7 @@ class Keeper:
         self._reap_adopted()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
         if self.door is not None:
-            messages.close_door(self.door, Path(self.record.run_dir or ""))
+            self.door.close()
 
 
 def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict[str, str]:

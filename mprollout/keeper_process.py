@@ -23,6 +23,7 @@ import psutil
 
 from mprollout import _native, messages
 from mprollout.config import EngineConfig, SourceConfig
+from mprollout.door import knock
 from mprollout.errors import ConfigError, KeeperLost
 from mprollout.keeper import KeeperRecord, worker_environment
 from mprollout.ring import Plan, WorkerWord, segment_arguments
@@ -106,7 +107,7 @@ class KeeperProcess:
             KeeperLost: the keeper ended meanwhile.
         """
         try:
-            channel = messages.knock(Path(run_dir))
+            channel = knock(Path(run_dir))
         except OSError as error:
             raise ConfigError(
                 f"attach({run_dir!r}): no keeper is there ({error}); start a new engine with the state"
@@ -216,7 +217,7 @@ def _make_run_dir(run_dir: str) -> str:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            channel = messages.knock(folder)
+            channel = knock(folder)
             pid = channel.peer()[0]
             channel.close()
             raise ConfigError(

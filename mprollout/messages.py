@@ -1,7 +1,6 @@
 """The control messages and the socket that carries them.
 
     trainer <--Channel--> keeper <--Channel--> worker          (Unix seqpacket: one datagram a message, descriptors beside it)
-    monitor, or a new trainer --knock--> RUN/keeper.sock       (the same; owner only, and each side asks the kernel who the other is)
 
 Invariant: a send never blocks and never loses a message: what the kernel does not take stands in the outbox until the socket is
 writable again (`Channel.flush`). What is large travels as a sealed memfd (`blob`), since a datagram is bounded by the socket's buffer.
@@ -10,15 +9,12 @@ writable again (`Channel.flush`). What is large travels as a sealed memfd (`blob
 from __future__ import annotations
 
 import collections
-import contextlib
 import fcntl
 import mmap
 import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -233,69 +229,6 @@ def read_blob(fd: int) -> bytes:
             return bytes(view)
     finally:
         os.close(fd)
-
-
-DOOR = "keeper.sock"
-
-
-@contextlib.contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """The door's path by way of a descriptor: a Unix socket's name has at most 107 bytes, a folder's has no such bound."""
-    fd = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{DOOR}"
-    finally:
-        os.close(fd)
-
-
-def open_door(folder: Path) -> socket.socket:
-    """Listen in a run folder, for this user alone; a socket that a killed keeper left is replaced.
-
-    Raises:
-        OSError: the folder cannot be used, or somebody listens there.
-    """
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        os.fchmod(door.fileno(), 0o600)  # before bind, which makes the file with this mode
-        with _short(folder) as path:
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-                knock(folder).close()
-                raise FileExistsError(f"{folder / DOOR}: another keeper listens there")
-            Path(path).unlink(missing_ok=True)
-            door.bind(path)
-        door.listen()
-        door.setblocking(False)
-        return door
-    except BaseException:
-        door.close()
-        raise
-
-
-def close_door(door: socket.socket, folder: Path) -> None:
-    """Stop listening; no file is left."""
-    door.close()
-    (folder / DOOR).unlink(missing_ok=True)
-
-
-def knock(folder: Path) -> Channel:
-    """A channel to the keeper that listens in a run folder.
-
-    Raises:
-        FileNotFoundError: there is no socket.
-        ConnectionRefusedError: nobody listens any more.
-        PermissionError: it is another user's.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with _short(folder) as path:
-            sock.connect(path)
-        channel = Channel(sock)
-        if channel.peer()[1] != os.getuid():
-            raise PermissionError(f"{folder / DOOR}: the process that listens there belongs to another user")
-        return channel
-    except BaseException:
-        sock.close()
-        raise
 
 
 class Channel:

@@ -20,6 +20,7 @@ import msgspec
 import tyro
 
 from mprollout import _native, messages
+from mprollout.door import knock
 from mprollout.errors import ConfigError
 from mprollout.ring import GlobalWord, WorkerWord
 from mprollout.stats import WorkerStats, worker_stats
@@ -90,7 +91,7 @@ class RunView:
 
     def _ask(self) -> None:
         try:
-            channel = messages.knock(self._run)
+            channel = knock(self._run)
         except OSError as error:
             raise RunEnded(f"{self._run}: nobody keeps a run there ({error})") from error
         try:
