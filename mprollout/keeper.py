@@ -491,7 +491,7 @@ class Keeper:
             if worker.pidfd >= 0:
                 self._bury(worker)
         self._reap_adopted()
-        shutil.rmtree(self.temp_dir, ignore_errors=True)
+        remove_folder(self.temp_dir)
         if self.door is not None:
             self.door.close()
 
@@ -533,6 +533,17 @@ def describe_exit(code: int) -> str:
     return f"signal {-code}"
 
 
+def remove_folder(folder: Path) -> None:
+    """A keeper's folder, its lock last: cut short anywhere, it is still one that the next start knows as stale."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != "lock":
+                os.unlink(entry.path)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def clean_stale_folders() -> None:
     """Remove temporary folders whose keeper was killed: its lock is free then, and only then."""
     for lock in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*/lock"):
@@ -541,7 +552,7 @@ def clean_stale_folders() -> None:
             try:
                 if os.fstat(fd).st_uid == os.getuid():
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(lock.parent, ignore_errors=True)
+                    remove_folder(lock.parent)
             finally:
                 os.close(fd)
 

@@ -12,7 +12,6 @@ import contextlib
 import os
 import pickle
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from mprollout import _native, messages
 from mprollout.config import EngineConfig, SourceConfig
 from mprollout.door import knock
 from mprollout.errors import ConfigError, KeeperLost
-from mprollout.keeper import KeeperRecord, worker_environment
+from mprollout.keeper import KeeperRecord, remove_folder, worker_environment
 from mprollout.ring import Plan, WorkerWord, segment_arguments
 
 BOOT_TIMEOUT_S = 60.0
@@ -185,7 +184,7 @@ class KeeperProcess:
             with contextlib.suppress(OSError):
                 if os.getsid(pid) in sessions:
                     os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.booted.temp_dir, ignore_errors=True)
+        remove_folder(Path(self.booted.temp_dir))
 
     def detach(self) -> None:
         """Leave the run as it is, for another trainer."""

@@ -21,6 +21,7 @@ _GRACE_S = 3.0
 """How long the last of a test may take to go away."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under xdist, the tests that share a costly fixture or fill a core stay together; the rest spreads."""
     for item in items:
