@@ -208,6 +208,8 @@ def test_a_killed_workers_tickets_come_again_and_none_twice():
         assert engine.stats().workers[0].restarts == 1 and engine.stats().outcomes == {"taken": 200}
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
 def test_a_storm_of_worker_deaths_loses_and_doubles_nothing():
     rng = np.random.default_rng(5)
     workers = mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16, max_restarts=100)

@@ -497,6 +497,8 @@ def test_close_with_live_views_is_safe(rig: Rig) -> None:
     assert words[0] == 5
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("native")
 def test_descriptors_and_files_stay_constant_over_many_groups(rig: Rig) -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -806,6 +808,8 @@ def publish_hard(segment: native.Segment, worker: int) -> None:
         assert producer.publish(claim, checked(claim.ticket, dice.randrange(4000)))
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("native")
 def test_nothing_is_lost_or_doubled_under_kills() -> None:
     """slime#1615, NeMo-RL#3599: producers are killed at random instants, recovered, continued."""
     segment = make_segment()
@@ -866,6 +870,8 @@ def take_hard(segment: native.Segment) -> None:
             lease.release()
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("native")
 def test_killed_takers_lose_no_group() -> None:
     segment = make_segment()
     admitter = native.Admitter(segment)
