@@ -25,8 +25,12 @@ _GRACE_S = 3.0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under xdist, the tests that share a costly fixture or fill a core stay together; the rest spreads."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+        if item.get_closest_marker("xdist_group"):
+            continue
+        if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.xdist_group("sglang"))
+        elif item.path.name == "test_demo.py":  # its warm-up and its imports, once
+            item.add_marker(pytest.mark.xdist_group("demo"))
 
 
 @pytest.fixture(scope="session", autouse=True)
