@@ -12,7 +12,7 @@ STAMPS := $(VENV)/.stamps
 # Quiet where nobody watches; a progress bar where somebody does (the first set-up downloads gigabytes).
 PIP := $(PY) -m pip --disable-pip-version-check install $(if $(CI),-qq --progress-bar off)
 # Tests run side by side; those that start SGLang stay together on one of the processes.
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist loadgroup
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8
 # More arguments for the command behind a target: make test ARGS="-k ring -x"
 ARGS ?=
 

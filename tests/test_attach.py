@@ -67,9 +67,7 @@ def kill(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return below
 
 
-@pytest.mark.parametrize(
-    "max_lag", [pytest.param(None, marks=(pytest.mark.slow, pytest.mark.xdist_group("processes"))), 1]
-)
+@pytest.mark.parametrize("max_lag", [pytest.param(None, marks=pytest.mark.slow), 1])
 def test_a_new_trainer_finds_the_workers_and_loses_nothing(tmp_path: Path, max_lag: int | None) -> None:
     process, (trained, state, pids) = trainer(tmp_path, steps=2, saved=1, max_lag=max_lag)
     below = kill(process)
@@ -103,7 +101,6 @@ def drain_with_updates(engine: mp.RolloutEngine, max_lag: int | None) -> list[in
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_groups_whose_memory_went_back_are_made_again_in_their_place(tmp_path: Path) -> None:
     """In ticket order the gap between the checkpoint and what is live comes first, although every entry behind it is taken."""
     process, (trained, state, _) = trainer(tmp_path, steps=4, saved=1, keep=False, max_lag=1)
@@ -116,7 +113,6 @@ def test_groups_whose_memory_went_back_are_made_again_in_their_place(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_a_trainer_that_lives_keeps_its_run(tmp_path: Path) -> None:
     process, (_, state, _) = trainer(tmp_path, steps=1, saved=1)
     with pytest.raises(mp.ConfigError, match=f"living trainer .pid {process.pid}"):
@@ -144,7 +140,6 @@ def test_an_exception_leaves_the_run_to_the_next_trainer(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_an_older_state_than_the_confirmed_one_is_refused_and_the_run_waits_on(tmp_path: Path) -> None:
     process, (_, state, _) = trainer(tmp_path, steps=2, saved=2)
     kill(process)
@@ -156,7 +151,6 @@ def test_an_older_state_than_the_confirmed_one_is_refused_and_the_run_waits_on(t
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_nobody_comes_in_time(tmp_path: Path) -> None:
     process, (_, state, _) = trainer(tmp_path, steps=1, saved=1, orphan_timeout_s=0.5)
     below = kill(process)
@@ -167,7 +161,6 @@ def test_nobody_comes_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_workers_go_on_working_while_nobody_takes(tmp_path: Path) -> None:
     """What was admitted is finished and stays pending; nothing more is admitted."""
     process, (trained, state, pids) = trainer(tmp_path, steps=1, saved=1)

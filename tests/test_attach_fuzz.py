@@ -22,7 +22,6 @@ def fuzz(inputs: int, first: int, seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.timeout(300)
 def test_thousands_of_corrupt_segments_crash_nobody() -> None:
     fuzz(4000, 10_000_000, 280)

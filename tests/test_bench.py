@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.timeout(180)
 def test_benches_run_in_small_and_the_report_prints_every_goal(tmp_path: Path) -> None:
     run, png = tmp_path / "bench.json", tmp_path / "bench.png"

@@ -24,7 +24,6 @@ def run(*arguments: str, seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.timeout(300)
 def test_a_process_may_die_or_stop_before_any_access_to_shared_memory() -> None:
     run(seconds=280)

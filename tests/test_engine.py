@@ -209,7 +209,6 @@ def test_a_killed_workers_tickets_come_again_and_none_twice():
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_a_storm_of_worker_deaths_loses_and_doubles_nothing():
     rng = np.random.default_rng(5)
     workers = mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16, max_restarts=100)

@@ -128,7 +128,6 @@ def kill_and_resume(tmp_path: Path, kills: int, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 def test_every_row_trains_once_over_kills_and_resumes(tmp_path: Path) -> None:
     """NeMo-RL#3599, vime#324: counted against the checkpoint that was loaded."""
     kill_and_resume(tmp_path, kills=4, rows=60)

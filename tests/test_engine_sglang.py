@@ -32,7 +32,7 @@ def engine(tiny_model):
         gate=mp.GateConfig(max_live_groups=12),
     )
     with mp.RolloutEngine(config) as engine:
-        owned = {child.pid for child in psutil.Process().children() if "mprollout.keeper" in " ".join(child.cmdline())}
+        owned = {engine._keeper.pid}
         session_processes.update(owned)
         yield engine
     session_processes.difference_update(owned)

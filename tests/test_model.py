@@ -41,7 +41,6 @@ def small() -> Any:
 
 @needs_spin
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.parametrize("name", model.CONFIGURATIONS)
 def test_the_model_has_no_error(small: dict[str, Any], name: str) -> None:
     result = small[name]
@@ -50,7 +49,6 @@ def test_the_model_has_no_error(small: dict[str, Any], name: str) -> None:
 
 @needs_spin
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.parametrize("name", model.MUTATIONS)
 def test_a_mutation_breaks_the_model(small: dict[str, Any], name: str) -> None:
     assert small[name].errors >= 1, f"{name}: expected an error ({model.MUTATIONS[name][1]}), got none"

@@ -498,7 +498,6 @@ def test_close_with_live_views_is_safe(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 def test_descriptors_and_files_stay_constant_over_many_groups(rig: Rig) -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -809,7 +808,6 @@ def publish_hard(segment: native.Segment, worker: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 def test_nothing_is_lost_or_doubled_under_kills() -> None:
     """slime#1615, NeMo-RL#3599: producers are killed at random instants, recovered, continued."""
     segment = make_segment()
@@ -871,7 +869,6 @@ def take_hard(segment: native.Segment) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 def test_killed_takers_lose_no_group() -> None:
     segment = make_segment()
     admitter = native.Admitter(segment)

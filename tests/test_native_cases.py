@@ -156,7 +156,6 @@ def test_a_batch_of_256_long_samples_is_views_and_copies_once_when_asked() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 def test_a_torch_tensor_kept_past_release_keeps_its_memory() -> None:
     """spdl#1636, dora#1833: its storage is the ring's, and stays, though NumPy's array and the lease are gone."""
     import torch

@@ -80,7 +80,6 @@ def storm(kills_wanted: int, seed: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.timeout(170)
 def test_four_producers_survive_kills_and_stops() -> None:
     """slime#1615, cloudtoid/interprocess#56."""

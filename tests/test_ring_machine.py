@@ -443,7 +443,6 @@ def play(**bounds: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.timeout(170)
 def test_the_ring_is_a_queue_and_a_table() -> None:
     play(max_examples=120, stateful_step_count=60)

@@ -13,7 +13,7 @@ from mprollout.gate import Gate
 from mprollout.simulation import DropOldest, DropStale, SimulationReport, TrainerModel, VirtualLoop, simulate
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:.*sample places.*")]
-HEAVY = (pytest.mark.slow, pytest.mark.xdist_group("native"))
+HEAVY = pytest.mark.slow
 TAIL = [40] * 19 + [800]  # 5% of the answers are 20 times longer
 
 
@@ -50,7 +50,6 @@ def test_virtual_time_jumps_to_the_next_moment() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.parametrize("max_lag", [None, 4])
 def test_the_configuration_of_the_original_fault(max_lag: int | None) -> None:
     """slime#2367: 3 workers x 512 samples, groups of 8, 8 groups a step, a slow trainer, 200 steps: every row once, limits held at every instant."""
@@ -93,7 +92,6 @@ def test_a_heavy_tail_is_neither_discarded_nor_late(max_lag: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 @pytest.mark.parametrize("policy", ["drop-stale", "drop-oldest", "recycle"])
 def test_other_policies_pay_in_prompts_or_tokens(policy: str) -> None:
     """The same run under the policies of other systems: prompts burned, tokens discarded, long answers under-represented."""
@@ -126,7 +124,6 @@ def test_what_needs_processes_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("native")
 def test_faults_and_retries_keep_the_account() -> None:
     changes = {
         "generator": mp.SimulatedConfig(
