@@ -39,7 +39,7 @@ test: setup ## Everything but what needs a GPU or hours; real SGLang included
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 .PHONY: test-fast
-test-fast: setup ## The tests that start no SGLang (under 2 minutes)
+test-fast: setup ## The tests that start no SGLang and few processes (2 to 3 minutes)
 	$(PYTEST) -m "not slow and not gpu and not long" $(ARGS)
 
 .PHONY: lint

@@ -445,7 +445,9 @@ def play(**bounds: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_the_ring_is_a_queue_and_a_table() -> None:
-    play(max_examples=120, stateful_step_count=60)
+    play(
+        max_examples=120, stateful_step_count=60, derandomize=True
+    )  # what it must have met below is then no matter of luck
     for what in ("published", "too large", "taken", "released", "died with claims", "take-over with groups"):
         assert happened[what] > 0, happened
 
