@@ -13,17 +13,13 @@ Nothing outlives this process: workers have PDEATHSIG on it, the memory has no n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import pickle
 import selectors
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,16 +28,16 @@ import msgspec
 import psutil
 
 from mprollout import _native, messages
+from mprollout.child import Worker, describe_exit, forget_running
 from mprollout.config import FaultConfig, WorkerConfig
 from mprollout.door import Door
-from mprollout.errors import ConfigError
+from mprollout.folders import make_folder, remove_folder
 from mprollout.ledger import Reason
 from mprollout.ring import SUSPECT_DEATHS, WorkerWord
 from mprollout.updates import WeightSync
 
 TICK_S = 1.0
 STOP_GRACE_S = 2.0
-TEMP_PREFIX = "mprollout-"
 
 
 class KeeperRecord(msgspec.Struct, kw_only=True):
@@ -57,28 +53,6 @@ class KeeperRecord(msgspec.Struct, kw_only=True):
     orphan_timeout_s: float
     trainer_record: bytes
     """Opaque to the keeper: handed to a trainer that attaches."""
-
-
-class Worker:
-    """One worker number, over all its incarnations."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.state = "lost"
-        self.restarts = 0
-        self.restarts_in_a_row = self.published = self.failed_starts = 0
-        self.ever_ready = self.served = False
-        self.innocent_tickets = False
-        """Killed for a reason that is no ticket's fault."""
-        self.pid = self.pidfd = -1
-        self.process: subprocess.Popen[bytes] | None = None
-        self.channel: messages.Channel | None = None
-        self.failed: messages.WorkerFailed | None = None
-        self.kill_reason = ""
-        self.start_at = 0.0
-        """When to spawn again (state restarting), or when it was spawned (state starting); CLOCK_MONOTONIC, s."""
-        self.start_s = 0.0
-        self.last_told: messages.WorkerState | None = None
 
 
 class Keeper:
@@ -110,10 +84,7 @@ class Keeper:
         self.trainer.socket.setblocking(False)
         assert received is not None and isinstance(received[0], messages.Boot)
         self.record = pickle.loads(messages.read_blob(received[1][0]))
-        clean_stale_folders()
-        self.temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
-        self._lock_fd = os.open(self.temp_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        self.temp_dir, self._lock_fd = make_folder()
         self.log_dir = Path(self.record.run_dir) / "logs" if self.record.run_dir else self.temp_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
         if self.record.run_dir is not None:
@@ -138,45 +109,11 @@ class Keeper:
         self.selector.register(self.trainer_pidfd, selectors.EVENT_READ, self._on_trainer_death)
 
     def _spawn(self, worker: Worker) -> None:
-        folder = self.temp_dir / f"w{worker.index}"
-        folder.mkdir(exist_ok=True)
-        channel, theirs = messages.Channel.pair()
-        log = os.open(
-            self.log_dir / f"worker-{worker.index}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600
+        worker.spawn(
+            self.segment, self.record, self.temp_dir, self.log_dir, self.bells[worker.index], self.attendant_bell
         )
-        command = [
-            sys.executable,
-            "-m",
-            "mprollout.worker_process",
-            str(theirs.fileno()),
-            str(os.getpid()),
-            str(worker.index),
-        ]
-        worker.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # its whole process group can be ended; Ctrl-C goes to the trainer alone
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=worker_environment(self.record.workers, worker.index, folder),
-        )
-        os.close(log)
-        theirs.close()
-        worker.pid, worker.channel = worker.process.pid, channel
-        worker.pidfd = os.pidfd_open(worker.pid)
-        worker.failed, worker.kill_reason, worker.served, worker.innocent_tickets = None, "", False, False
-        worker.state, worker.start_at = "starting", time.monotonic()
-        words = self.segment.worker_words(worker.index)
-        words[WorkerWord.PID], words[WorkerWord.RESTARTS] = worker.pid, worker.restarts
-        words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
-        words[WorkerWord.HEARTBEAT_NS] = words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
-        record = messages.blob(self.record.worker_record)
-        channel.send(
-            messages.Boot(worker=worker.index), [record, self.segment.fd, self.bells[worker.index], self.attendant_bell]
-        )
-        os.close(record)
-        self.selector.register(channel, selectors.EVENT_READ, lambda w=worker: self._on_worker(w))
+        assert worker.channel is not None
+        self.selector.register(worker.channel, selectors.EVENT_READ, lambda w=worker: self._on_worker(w))
         self.selector.register(worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._on_worker_death(w))
         self.tell_state(worker)
 
@@ -210,16 +147,16 @@ class Keeper:
         settings = self.record.workers
         for worker in self.workers:
             if worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
-                self.kill(worker, f"not ready after start_timeout_s={settings.start_timeout_s}")
+                worker.kill(f"not ready after start_timeout_s={settings.start_timeout_s}")
             elif worker.state == "ready":
                 words = self.segment.worker_words(worker.index)
                 running = words[WorkerWord.RUNNING_SAMPLES]
                 silent_s = (time.monotonic_ns() - words[WorkerWord.HEARTBEAT_NS]) / 1e9
                 stuck_s = (time.monotonic_ns() - words[WorkerWord.PROGRESS_NS]) / 1e9
                 if running and stuck_s > settings.progress_timeout_s:
-                    self.kill(worker, f"no progress for {stuck_s:.1f} s with {running} samples running")
+                    worker.kill(f"no progress for {stuck_s:.1f} s with {running} samples running")
                 elif silent_s > settings.progress_timeout_s:
-                    self.kill(worker, f"its event loop has not turned for {silent_s:.1f} s")
+                    worker.kill(f"its event loop has not turned for {silent_s:.1f} s")
         self._reap_adopted()
         if now > self.orphan_until:
             self.ending = True
@@ -359,23 +296,12 @@ class Keeper:
     def let_go(self, worker: Worker) -> None:
         """It has the newest weights: it may claim."""
         worker.state = "ready"
-        self.send(worker, messages.Go())
+        worker.send(messages.Go())
         self.tell_state(worker)
 
     def _forget(self, fileobj: Any) -> None:
         with contextlib.suppress(KeyError):
             self.selector.unregister(fileobj)
-
-    def send(self, worker: Worker, message: messages.Message, fds: list[int] | None = None) -> None:
-        assert worker.channel is not None
-        with contextlib.suppress(OSError):
-            worker.channel.send(message, fds)
-
-    def kill(self, worker: Worker, reason: str, innocent_tickets: bool = False) -> None:
-        """End a worker's process group; the pidfd reports the death."""
-        worker.kill_reason, worker.innocent_tickets = reason, innocent_tickets
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
 
     def _on_worker_death(self, worker: Worker) -> None:
         self._on_worker(worker)  # its last words
@@ -389,7 +315,7 @@ class Keeper:
             self.evaluations.discard((id_, index))
             self.tell(messages.Evaluated(id=id_, worker=index, absent=True))
         words = self.segment.worker_words(worker.index)
-        words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
+        forget_running(words)
         failed = worker.failed
         permanent = failed is not None and failed.permanent and not worker.ever_ready
         error = worker.kill_reason or (failed.error if failed else f"died with {describe_exit(exit_code)}")
@@ -412,7 +338,7 @@ class Keeper:
             worker,
             exit_code=exit_code,
             error=error,
-            traceback=failed.traceback if failed else messages.clip(self._log_tail(worker)),
+            traceback=failed.traceback if failed else messages.clip(worker.log_tail(self.log_dir)),
             permanent=permanent,
         )
         for bell in (*self.bells, self.attendant_bell):  # tickets came back; a waker may have died owing a wake
@@ -420,21 +346,10 @@ class Keeper:
         self.weights.on_death(worker)
 
     def _bury(self, worker: Worker) -> int:
-        """Prove the death, end what is left of its group, forget its descriptors. Returns the exit code, negative for a signal."""
-        status = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.pid, signal.SIGKILL)  # before the reaping: its number cannot name another group yet
-        os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-        assert status is not None and worker.process is not None and worker.channel is not None
-        exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-        worker.process.returncode = exit_code
         self._forget(worker.pidfd)
         self._forget(worker.channel)
-        os.close(worker.pidfd)
-        worker.channel.close()
-        worker.channel, worker.pidfd = None, -1
+        exit_code = worker.bury(self.temp_dir)
         self._reap_adopted()
-        shutil.rmtree(self.temp_dir / f"w{worker.index}", ignore_errors=True)
         return exit_code
 
     def _reap_adopted(self) -> None:
@@ -447,18 +362,13 @@ class Keeper:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, 0)
 
-    def _log_tail(self, worker: Worker) -> str:
-        with contextlib.suppress(OSError):
-            return (self.log_dir / f"worker-{worker.index}.log").read_bytes()[-2000:].decode(errors="replace")
-        return ""
-
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _forward_evaluation(self, message: messages.Evaluate, fd: int) -> None:
         worker = self.workers[message.worker]
         if worker.state == "ready":
             self.evaluations.add((message.id, worker.index))
-            self.send(worker, message, [fd])
+            worker.send(message, [fd])
         else:
             self.tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
         os.close(fd)
@@ -470,7 +380,7 @@ class Keeper:
         waiting = {worker.pidfd for worker in self.workers if worker.pidfd >= 0 and worker.state == "ready"}
         for worker in self.workers:
             if worker.pidfd in waiting:
-                self.send(worker, messages.Stop())
+                worker.send(messages.Stop())
         deadline = time.monotonic() + STOP_GRACE_S
         with selectors.DefaultSelector() as selector:
             for fd in (*waiting, self.trainer_pidfd):
@@ -486,7 +396,7 @@ class Keeper:
         """Kill and reap everything, remove the temporary folder. Runs in every case, an exception of the keeper included."""
         for worker in self.workers:
             if worker.pidfd >= 0:
-                self.kill(worker, "the engine ended")
+                worker.kill("the engine ended")
         for worker in self.workers:
             if worker.pidfd >= 0:
                 self._bury(worker)
@@ -494,67 +404,6 @@ class Keeper:
         remove_folder(self.temp_dir)
         if self.door is not None:
             self.door.close()
-
-
-def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict[str, str]:
-    """The environment of one worker: its own GPUs, its own temporary folder, this package importable."""
-    environment = dict(os.environ)
-    environment["TMPDIR"] = str(folder)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parent.parent), *filter(None, [environment.get("PYTHONPATH")])]
-    )
-    device = settings.devices[index]
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        environment.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # several engines on few cores trip over each other's thread pools
-    else:
-        numbers = [int(number) for number in (device if isinstance(device, list) else [device])]
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        names = [str(number) for number in range(max(numbers) + 1)]
-        if visible is not None:
-            names = visible.split(",") if visible else [""] * len(names)  # "": no GPU is to be seen, and none is
-        if max(numbers) >= len(names):
-            raise ConfigError(
-                f"WorkerConfig.devices: GPU {max(numbers)} is asked for, CUDA_VISIBLE_DEVICES={visible!r} has {len(names)}"
-            )
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(filter(None, (names[number] for number in numbers)))
-    environment.update(settings.env)
-    return environment
-
-
-def describe_exit(code: int) -> str:
-    """`exit code 1`, or `signal SIGKILL`."""
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(-code).name}"
-    return f"signal {-code}"
-
-
-def remove_folder(folder: Path) -> None:
-    """A keeper's folder, its lock last: cut short anywhere, it is still one that the next start knows as stale."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name != "lock":
-                os.unlink(entry.path)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def clean_stale_folders() -> None:
-    """Remove temporary folders whose keeper was killed: its lock is free then, and only then."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*/lock"):
-        with contextlib.suppress(OSError):
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if os.fstat(fd).st_uid == os.getuid():
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove_folder(lock.parent)
-            finally:
-                os.close(fd)
 
 
 def main() -> None:

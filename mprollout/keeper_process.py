@@ -21,10 +21,12 @@ import msgspec
 import psutil
 
 from mprollout import _native, messages
+from mprollout.child import worker_environment
 from mprollout.config import EngineConfig, SourceConfig
 from mprollout.door import knock
 from mprollout.errors import ConfigError, KeeperLost
-from mprollout.keeper import KeeperRecord, remove_folder, worker_environment
+from mprollout.folders import remove_folder
+from mprollout.keeper import KeeperRecord
 from mprollout.ring import Plan, WorkerWord, segment_arguments
 
 BOOT_TIMEOUT_S = 60.0

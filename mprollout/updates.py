@@ -27,7 +27,8 @@ from mprollout.stats import describe_workers
 
 if TYPE_CHECKING:
     from mprollout.attendant import Attendant
-    from mprollout.keeper import Keeper, Worker
+    from mprollout.child import Worker
+    from mprollout.keeper import Keeper
 
 
 class Updates:
@@ -172,7 +173,7 @@ class WeightSync:
             else:
                 attempt.applied.add(worker.index)
         if message.error and (message.harmed or worker.state == "syncing"):
-            self._keeper.kill(worker, f"weight update {message.version} failed: {message.error}", innocent_tickets=True)
+            worker.kill(f"weight update {message.version} failed: {message.error}", innocent_tickets=True)
         elif worker.state == "syncing" and (current or attempt is None):
             self._keeper.let_go(worker)
         self._maybe_end()
@@ -190,8 +191,7 @@ class WeightSync:
             late, attempt.awaiting = attempt.awaiting, set()
             attempt.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
             for index in late:
-                self._keeper.kill(
-                    self._keeper.workers[index],
+                self._keeper.workers[index].kill(
                     f"weight update {message.version} was not applied: {message.why}",
                     innocent_tickets=True,
                 )
@@ -208,9 +208,9 @@ class WeightSync:
         """The copy under way, else the last good one."""
         if (attempt := self._attempt) is not None:
             attempt.awaiting.add(worker.index)
-            self._keeper.send(worker, messages.Update(version=attempt.version, pause=attempt.pause), [attempt.fd])
+            worker.send(messages.Update(version=attempt.version, pause=attempt.pause), [attempt.fd])
         elif self._good is not None:
-            self._keeper.send(worker, messages.Update(version=self._good[0], pause="retract"), [self._good[1]])
+            worker.send(messages.Update(version=self._good[0], pause="retract"), [self._good[1]])
 
     def _maybe_end(self) -> None:
         attempt = self._attempt
@@ -242,8 +242,7 @@ class WeightSync:
                 worker.state = "syncing"
                 self._send_newest(worker)
             elif worker.pidfd >= 0:
-                self._keeper.kill(
-                    worker,
+                worker.kill(
                     f"weight update {attempt.version} was refused and there is no earlier copy",
                     innocent_tickets=True,
                 )

@@ -13,7 +13,7 @@ from engines import config
 from played import played
 
 import mprollout as mp
-from mprollout.keeper import worker_environment
+from mprollout.child import worker_environment
 from mprollout.rollout import load_rollout
 
 
