@@ -115,7 +115,7 @@ model: ## Check the ring's spin model, and that each mutation of it fails (2 min
 	@python3 native/model/check.py $(ARGS)
 
 .PHONY: bench
-bench: setup $(STAMPS)/bench ## The ring beside its rivals (8 minutes, an idle machine): ratios, build/bench.json, build/bench.png
+bench: setup $(STAMPS)/bench ## The ring beside its rivals (10 minutes, an idle machine): ratios, build/bench.json, build/bench.png
 	@mkdir -p build
 	@failed=0; \
 	$(PY) -m pytest bench -q --benchmark-quiet --benchmark-json=build/bench.json $(ARGS) || failed=1; \

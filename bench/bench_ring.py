@@ -75,8 +75,9 @@ def busy_ns() -> int:
 class Foreign:
     """Share of the machine's CPU time that went to others while it ran."""
 
-    def __init__(self, *transports: Transport) -> None:
-        self.pids = [os.getpid(), *(pid for transport in transports for pid in transport.pids)]
+    def __init__(self, pids: Sequence[int]) -> None:
+        """`pids`: of the processes that are no others, beside this one."""
+        self.pids = [os.getpid(), *pids]
         self.since = time.perf_counter_ns(), busy_ns(), self.own()
 
     def own(self) -> int:
@@ -96,7 +97,7 @@ def compare(
     rounds: list[dict[str, Any]] = []
 
     def first() -> None:
-        rounds.append({"foreign": Foreign(ours, theirs), "ours": measure(ours)})
+        rounds.append({"foreign": Foreign(ours.pids + theirs.pids), "ours": measure(ours)})
 
     def second() -> None:
         rounds[-1]["theirs"] = measure(theirs)

@@ -91,6 +91,11 @@ class Results:
         rows = sorted(self.find(test), key=lambda row: row["x"])
         return sum(rows[-1]["seconds"].values()) / sum(rows[0]["seconds"].values()) if len(rows) > 1 else None
 
+    def engine(self, test: str, number: Callable[[Row], float]) -> Value:
+        """The worst of a test's rows that ran without foreign load."""
+        values = [number(row) for row in self.find(test) if row.get("foreign", 0) <= self.foreign]
+        return max(values) if values and len(values) == len(self.find(test)) else None
+
     def idle(self, who: str) -> Value:
         shares = [row["share"][who] for row in self.find("idle")]
         return max(shares) if shares else None
@@ -211,6 +216,44 @@ GOALS = (
     microseconds("release", 0.05),
     percent("idle trainer, of a core", 0.005, lambda results, _: results.idle("trainer"), False),
     percent("idle worker, of a core", 0.005, lambda results, _: results.idle("worker"), False),
+    Goal(
+        "8 places, 50 ms a sample: groups lost of the ideal 160 a second",
+        "<=",
+        0.03,
+        lambda r, _: r.engine("refill", lambda row: 1 - row["groups_per_s"] / row["ideal"]),
+        100,
+        "%",
+        False,
+    ),
+    percent(
+        "the trainer's CPU at 200 groups/s, of a core",
+        0.05,
+        lambda r, _: r.engine("trainer_cpu", lambda row: row["cpu_s_per_group"] * 200),
+        False,
+    ),
+    Goal(
+        "last publish to get returning, median",
+        "<=",
+        100e-6,
+        lambda r, _: r.engine("publish_to_get", lambda row: row["median"]),
+        1e6,
+        " us",
+        False,
+    ),
+    Goal(
+        "get(8) at 4,096 pending vs few",
+        "<=",
+        1.25,
+        lambda r, _: r.engine("get", lambda row: row["full"] / row["empty"]),
+        placed=False,
+    ),
+    Goal(
+        "get(8) after 32,768 tickets vs the first",
+        "<=",
+        1.25,
+        lambda r, _: r.engine("get", lambda row: row["late"] / row["early"]),
+        placed=False,
+    ),
     Goal("cost at 65,536 slots vs 16", "<=", 1.25, lambda results, _: results.growth("capacity"), placed=False),
     Goal("cost at 64 workers vs 1", "<=", 1.25, lambda results, _: results.growth("attached"), placed=False),
 )
@@ -295,6 +338,24 @@ def calls(results: Results) -> str:
     return table(("us a group", *PHASES, "all"), rows)
 
 
+def engine(results: Results) -> str:
+    rows = [
+        ("8 places, 50 ms a sample", f"{number(row['groups_per_s'])} groups/s of {row['ideal']:.0f}")
+        for row in results.find("refill")
+    ]
+    for row in results.find("trainer_cpu"):
+        text = f"{micro(row['cpu_s_per_group'])} us a group at {number(row['groups_per_s'])} groups/s, {row['running']:,} samples running"
+        rows.append((f"the trainer's CPU, {row['order']}", text))
+    rows.extend(
+        ("last publish to get returning", f"{micro(row['median'])} us median, {micro(row['p99'])} us p99")
+        for row in results.find("publish_to_get")
+    )
+    for row in results.find("get"):
+        cells = (f"{name} {micro(row[name])} us" for name in ("full", "empty", "early", "late"))
+        rows.append((f"get(8) and release, {row['order']}", ", ".join(cells)))
+    return table(("what", "measured"), rows)
+
+
 def report(results: Results) -> str:
     machine = results.run["machine_info"]
     compared = [row for row in results.rows if "rounds" in row]
@@ -321,6 +382,7 @@ def report(results: Results) -> str:
         "\nOne-way latency at 1 kHz\n", latencies(results),
         "\nWhat the machine allows\n", limits(results),
         "\nThe ring's calls alone, in one process\n", calls(results),
+        "\nThe whole engine, simulated generator\n", engine(results),
         "\nIdle engine, share of a core\n",
         table(("state", "trainer", "worker"), [
             (row["state"], *(f"{row['share'][who]:.2%}" for who in ("trainer", "worker")))

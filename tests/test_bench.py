@@ -27,4 +27,5 @@ def test_benches_run_in_small_and_the_report_prints_every_goal(tmp_path: Path) -
     report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert report.returncode == 0, report.stderr
     assert "vs multiprocessing.Queue, 64 KiB, every byte touched" in report.stdout
+    assert "last publish to get returning, median" in report.stdout
     assert png.stat().st_size > 0
