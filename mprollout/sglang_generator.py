@@ -8,28 +8,32 @@ gate is open, so its prefix-cache key names the version it starts under. A broke
 samples nothing any more: `check` raises and requests wait for the worker's end, which spares their prompts a failed attempt.
 
 Nothing is left behind: SGLang's processes die with this one (`orphans.patch_spawn`), its files in /dev/shm are not made
-(`_run_scheduler`), its sockets lie in TMPDIR and go with that folder or with `close`.
+(`sglang_setup.run_scheduler`), its sockets lie in TMPDIR and go with that folder or with `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
-import logging
 import os
 import signal
-import sys
 import threading
-import warnings
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mprollout import _native
 from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
 from mprollout.orphans import patch_spawn
+from mprollout.sglang_setup import (
+    check_folder,
+    checkpoint_folder,
+    ignore,
+    import_sglang,
+    install_standins,
+    our_logging_and_policy,
+)
 from mprollout.weights import check_parameters, checkpoint_shapes
 
 if TYPE_CHECKING:
@@ -88,7 +92,7 @@ class SGLangGenerator(Generator):
             ValueError: `model` is no folder of a Hugging Face checkpoint.
             RuntimeError: SGLang could not start; the cause is its own.
         """
-        _check_folder(self._config.model)
+        check_folder(self._config.model)
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "SGLang's engine must be made in the main thread: its processes die with the thread that starts them"
@@ -97,10 +101,10 @@ class SGLangGenerator(Generator):
         if self._device == "cpu":
             # Two engines on two cores are five times faster so than with torch's default.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            _install_standins()
+            install_standins()
         os.environ.setdefault("TQDM_DISABLE", "1")
-        with _our_logging_and_policy():
-            engine_type, self._io = _import_sglang()
+        with our_logging_and_policy():
+            engine_type, self._io = import_sglang()
             self._previous_sigquit = signal.getsignal(signal.SIGQUIT)
             self._engine = engine_type(**self._engine_args())
         manager = self._manager = self._engine.tokenizer_manager
@@ -116,9 +120,9 @@ class SGLangGenerator(Generator):
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.context_length = min(manager.context_len, info["max_total_num_tokens"])
         self.tokenizer = HuggingFaceTokenizer(
-            manager.tokenizer or _load_tokenizer(self._engine.server_args.tokenizer_path)
+            manager.tokenizer or load_tokenizer(self._engine.server_args.tokenizer_path)
         )
-        self._expect_parameters(_checkpoint_folder(self._config.model))
+        self._expect_parameters(checkpoint_folder(self._config.model))
         self._open.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -264,7 +268,7 @@ class SGLangGenerator(Generator):
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # else the scheduler spins on one core while there is nothing to do
             # SGLang's processes report a failure by SIGQUIT, and its own handler then kills this process without a word.
-            "custom_sigquit_handler": _ignore,
+            "custom_sigquit_handler": ignore,
             "log_level": "error",
         }
         if self._device == "cpu":
@@ -428,93 +432,7 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-def _run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process, without what it would leave in /dev/shm after a kill: a semaphore and its load file, which nothing here reads."""
-    patch_spawn()
-    _no_named_semaphore()
-    from sglang.srt.managers import scheduler
-
-    scheduler.create_load_snapshot_writer = lambda *_args, **_kwargs: None
-    return scheduler.run_scheduler_process(*args, **kwargs)
-
-
-def _import_sglang() -> tuple[Any, Any]:
-    """An `Engine` class whose scheduler is `_run_scheduler`, and the module with SGLang's request classes."""
-    _no_named_semaphore()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
-        io = importlib.import_module("sglang.srt.managers.io_struct")
-    return type("Engine", (engine,), {"run_scheduler_process_func": staticmethod(_run_scheduler)}), io
-
-
-def _no_named_semaphore() -> None:
-    """Give tqdm a lock, because the one it makes itself is a named semaphore, left in /dev/shm after a kill."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    tqdm.set_lock(threading.RLock())
-
-
-def _install_standins() -> None:
-    """Put `_standins` on the path for what SGLang imports and a CPU-only machine lacks; spawned processes inherit the path."""
-    folder = str(Path(__file__).parent / "_standins")
-    if folder in sys.path:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except Exception:  # a CUDA build beside a CPU torch fails in many ways
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-    else:
-        sys.path.append(folder)  # for vllm, where it is not installed
-
-
-@contextlib.contextmanager
-def _our_logging_and_policy() -> Iterator[None]:
-    """Undo what importing and starting SGLang does to this process's logging and event-loop policy."""
-    root = logging.getLogger()
-    handlers, level, policy = root.handlers[:], root.level, asyncio.get_event_loop_policy()
-    root.handlers = []  # logging.basicConfig(force=True) would close them
-    launcher = logging.getLogger("sglang.srt.entrypoints.engine")
-    launcher.setLevel(logging.CRITICAL)  # it calls our SIGQUIT handler an error
-    try:
-        yield
-    finally:
-        launcher.setLevel(logging.NOTSET)
-        root.handlers, root.level = handlers, level
-        logging.getLogger("sglang").setLevel(logging.ERROR)
-        asyncio.set_event_loop_policy(policy)
-
-
-def _ignore(signum: int, frame: Any) -> None:
-    """The start's exception, or later `check`, says what happened."""
-
-
-def _check_folder(model: str) -> None:
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"SGLangConfig.model: {model} is no Hugging Face checkpoint: it has no config.json")
-        if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-            raise ValueError(
-                f"SGLangConfig.model: {model} is no Hugging Face checkpoint: it has no .safetensors or .bin file"
-            )
-    elif path.is_absolute() or model.startswith((".", "~")) or path.exists():
-        raise ValueError(f"SGLangConfig.model: {model} is no folder")
-
-
-def _checkpoint_folder(model: str) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    with contextlib.suppress(Exception):  # loaded from elsewhere: coverage is then checked against the first update
-        return Path(snapshot_download(model, local_files_only=True))
-    return None
-
-
-def _load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
