@@ -60,6 +60,7 @@ _HOMES = {
     ),
     "evaluation": ("EvaluationResult",),
     "generator": ("VersionSpan",),
+    "record": ("ReplaySource",),
     "reward": ("RewardInput",),
     "rollout": ("Session",),
     "schema": ("Field",),
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     )
     from mprollout.evaluation import EvaluationResult
     from mprollout.generator import VersionSpan
+    from mprollout.record import ReplaySource
     from mprollout.reward import RewardInput
     from mprollout.rollout import Session
     from mprollout.schema import Field

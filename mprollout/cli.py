@@ -1,6 +1,6 @@
 """The command `mprollout`. Each subcommand is a dataclass whose docstrings are its `--help`.
 
-Exit codes: 0 done; 1 a control learned (demo-controls) or too few seeds doubled (demo-seeds); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
+Exit codes: 0 done; 1 a control learned (demo-controls) too few seeds doubled (demo-seeds), or a difference is beyond the tolerance (verify); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, SeedArgs
 from mprollout.errors import MprolloutError
 from mprollout.monitor import TopArgs
+from mprollout.verify import VerifyArgs, run_verify
 
 Command = (
     Annotated[DemoArgs, tyro.conf.subcommand("demo")]
     | Annotated[ControlArgs, tyro.conf.subcommand("demo-controls")]
     | Annotated[SeedArgs, tyro.conf.subcommand("demo-seeds")]
     | Annotated[TopArgs, tyro.conf.subcommand("top")]
+    | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
 )
 
 
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs) -> int:
+def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs | VerifyArgs) -> int:
     """Do what the arguments say."""
     from mprollout import monitor
     from mprollout.demo import controls
@@ -51,6 +53,8 @@ def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs) -> int:
         case TopArgs():
             monitor.run_top(args)
             return 0
+        case VerifyArgs():
+            return run_verify(args)
 
 
 if __name__ == "__main__":

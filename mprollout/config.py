@@ -328,9 +328,12 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     """`retract`: running requests recompute their prefix under the new weights; `in_place`: they go on with old KV entries; `abort`: they end and are retried."""
     timeout_s: float = 120.0
     """Deadline of one update on one worker."""
+    keep_versions: int = 0
+    """So many of the last completed versions are kept as safetensors in `RUN/weights`, for `mprollout verify`; writing one takes the disk's time in `update_weights`."""
 
     def _check(self) -> None:
         self._require_seconds("timeout_s")
+        self._require_int("keep_versions", 0)
 
 
 class RingConfig(_Config, frozen=True, kw_only=True):
@@ -374,6 +377,10 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     """Base of all sampling seeds; each worker, sample and attempt derives its own."""
     run_dir: str | None = None
     """Where logs go, and the socket by which `mprollout top` and `RolloutEngine.attach` find the run; None: a temporary folder that goes away."""
+    record: str | None = None
+    """Every delivered group is written there, in Parquet (`mprollout.record`): `mprollout verify` and `ReplaySource` read it. `"run"`: the folder `record` of `run_dir`."""
+    record_max_bytes: int = 10 << 30
+    """Of the recording; its oldest parts are removed."""
     orphan_timeout_s: float = 0.0
     """How long the workers live on after the trainer's death, admitting nothing, for one that attaches. 0: everything ends with the trainer."""
 
@@ -383,6 +390,9 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             raise ConfigError(
                 "EngineConfig.orphan_timeout_s needs run_dir: a new trainer finds the run there; got None"
             )
+        self._require_int("record_max_bytes", 1)
+        if self.run_dir is None and (self.record == "run" or self.weights.keep_versions):
+            raise ConfigError('EngineConfig.record="run" and WeightsConfig.keep_versions need run_dir; got None')
 
     @classmethod
     def from_toml(cls, path: str | Path) -> EngineConfig:

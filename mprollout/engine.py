@@ -41,6 +41,7 @@ from mprollout.filter import check_filter
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
+from mprollout.record import Recorder, recorder
 from mprollout.reward import check
 from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
 from mprollout.rollout import check_rollout
@@ -104,6 +105,7 @@ class RolloutEngine:
         self._attendant: Attendant | None = None
         self._taker: Taker | None = None
         self._recycled: dict[int, int] = {}
+        self._recorder: Recorder | None = None
         self._unpin: Callable[[], None] | None = None
 
     @property
@@ -152,6 +154,7 @@ class RolloutEngine:
             raise EngineClosed("the engine was started or closed before; make a new one")
         self._started = True
         try:
+            self._recorder = recorder(self.config)
             attached = self._keeper is not None
             self._keeper = self._keeper or KeeperProcess.start(self.config, self.plan)
             consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
@@ -236,6 +239,8 @@ class RolloutEngine:
             self._taker.consumer.close()
         if self._keeper is not None:
             how(self._keeper)
+        if self._recorder is not None and self._taker is not None:
+            self._recorder.close(self._taker.parked)
 
     # -- taking --------------------------------------------------------------------------------------------------
 
@@ -272,6 +277,8 @@ class RolloutEngine:
             with attendant.lock:
                 batch = taker.book(n)
                 self._batches.add(batch)
+            if self._recorder is not None:
+                self._recorder.add(batch, self.policy_version)
             attendant.ring()
         except RuntimeError as error:
             if self._closed and not isinstance(error, MprolloutError):

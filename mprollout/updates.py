@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -59,18 +60,20 @@ class Updates:
 
     def push(self, source: Any, timeout_s: float | None, attendant: Attendant) -> int:
         """See `RolloutEngine.update_weights`."""
-        from mprollout.weights import stage
+        from mprollout.weights import keep, stage
 
         with self._one_at_a_time:
             attendant.raise_fault()
             with attendant.lock:
                 self._gate.check_update()
+            settings = self._config.weights
             with stage(source) as staged:
-                return self._push(
-                    staged.fd,
-                    timeout_s if timeout_s is not None else self._config.weights.timeout_s + 30,
-                    attendant,
+                version = self._push(
+                    staged.fd, timeout_s if timeout_s is not None else settings.timeout_s + 30, attendant
                 )
+                if settings.keep_versions:
+                    keep(staged, Path(self._config.run_dir or ""), version, settings.keep_versions)
+                return version
 
     def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
         def answered(version: int) -> bool:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     import torch
 
+WEIGHTS_FOLDER = "weights"
 _ALIGNMENT = 64
 _FOOTER = struct.Struct("<QQ8s")
 _MAGIC = b"mpweigh1"
@@ -187,6 +188,22 @@ def stage(
         os.close(fd)
         raise
     return StagedWeights.open(fd, verify=False)
+
+
+def keep(weights: StagedWeights, run_dir: Path, version: int, versions: int) -> None:
+    """Write a completed version to `RUN/weights/<version>.safetensors` and remove all but the last `versions`; never a half-written one."""
+    from safetensors.torch import save_file
+
+    folder = run_dir / WEIGHTS_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{version}.safetensors"
+    try:
+        save_file(dict(weights.tensors()), beside)
+        beside.rename(folder / f"{version}.safetensors")
+    finally:
+        beside.unlink(missing_ok=True)
+    for old in sorted(folder.glob("*.safetensors"), key=lambda path: int(path.stem))[:-versions]:
+        old.unlink()
 
 
 def checkpoint_shapes(folder: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ What one SGLang engine does by itself is in test_sglang_generator.py; here is wh
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -15,6 +16,9 @@ from conftest import session_processes
 from engines import descendants, length, until
 
 import mprollout as mp
+from mprollout import record
+from mprollout.record import Recorder
+from mprollout.verify import VerifyArgs, run_verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -116,6 +120,55 @@ def test_a_long_request_spans_two_versions_instead_of_being_drained(engine, mode
         assert all((group.token_versions == version).all() for group in batch), (
             "all new tokens come from the new weights"
         )
+
+
+def test_verify_finds_every_logprob_right_and_the_one_that_was_changed(engine, models, tiny_model, tmp_path, capsys):
+    """Recorded groups, some of them across an update; then the same with one logprob shifted by 0.01."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "weights").mkdir()
+
+    def keep(version: int) -> None:
+        tensors = {name: tensor.clone() for name, tensor in models[version].state_dict().items()}
+        save_file(tensors, tmp_path / "weights" / f"{version}.safetensors")
+
+    for version in models:
+        keep(version)
+    about = {"model": str(tiny_model), "temperature": "1.0"}
+    recorder = Recorder(tmp_path / "record", (), about, max_bytes=1 << 30)
+    version = engine.policy_version + 1
+    models[version] = perturbed(models[engine.policy_version], seed=version)
+    keep(version)
+    until(lambda: engine.stats().running_samples >= 8, "requests are running")
+    engine.update_weights(models[version].state_dict())
+    for _ in range(6):
+        with engine.get(4, timeout=120) as batch:
+            recorder.add(batch, engine.policy_version)
+    recorder.close()
+    args = VerifyArgs(run=tmp_path, sample="100%", tolerance=1e-4, json=True)
+    assert run_verify(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["groups"] == 24 and report["samples"] == 96 and report["overall"]["tokens"] == 96 * TOKENS
+    assert f"version {version}, span 1" in report["by_span"]  # the second part of a sample that an update met
+    assert set(report["by_worker"]) == {"worker 0", "worker 1"} and "tokens 128 to 255" in report["by_position"]
+    rows = list(record.read(tmp_path / "record"))
+    logprobs = rows[3].fields[7]
+    logprobs.flags.writeable = True
+    logprobs[TOKENS + 5] += 0.01
+    changed = Recorder(tmp_path / "changed", (), about, max_bytes=1 << 30)
+    changed._buffer = {(row.ticket, row.attempt): row for row in rows}
+    changed._batch = rows[-1].batch + 1
+    changed.close()
+    (tmp_path / "record").rename(tmp_path / "before")
+    (tmp_path / "changed").rename(tmp_path / "record")
+    assert run_verify(args) == 1
+    worst = json.loads(capsys.readouterr().out)["worst"]
+    assert (worst["ticket"], worst["sample"], worst["position"]) == (rows[3].ticket, 1, 5)
+    (tmp_path / "weights" / f"{version}.safetensors").unlink()
+    run_verify(VerifyArgs(run=tmp_path, sample="24", tolerance=1.0))
+    assert f"no weights of version {version}" in capsys.readouterr().out
+    with pytest.raises(mp.ConfigError, match="expected a share"):
+        run_verify(VerifyArgs(run=tmp_path, sample="some"))
 
 
 def test_greedy_evaluation_uses_the_pushed_weights(engine, models):
