@@ -328,11 +328,18 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     """`retract`: running requests recompute their prefix under the new weights; `in_place`: they go on with old KV entries; `abort`: they end and are retried."""
     timeout_s: float = 120.0
     """Deadline of one update on one worker."""
+    dtype: str | None = None
+    """Floating-point tensors are cast to it before they are staged (`"bfloat16"`, where the trainer keeps float32); None: as they are."""
+    rename: dict[str, str] = {}
+    """Prefixes of the trainer's parameter names, and what the engine has in their place: `{"module.": ""}`. The longest that fits counts."""
     keep_versions: int = 0
     """So many of the last completed versions are kept as safetensors in `RUN/weights`, for `mprollout verify`; writing one takes the disk's time in `update_weights`."""
 
     def _check(self) -> None:
         self._require_seconds("timeout_s")
+        self._require(
+            "dtype", self.dtype in (None, "float32", "float16", "bfloat16"), "float32, float16, bfloat16 or None"
+        )
         self._require_int("keep_versions", 0)
 
 

@@ -67,7 +67,7 @@ class Updates:
             with attendant.lock:
                 self._gate.check_update()
             settings = self._config.weights
-            with stage(source) as staged:
+            with stage(source, dtype=settings.dtype, rename=settings.rename) as staged:
                 version = self._push(
                     staged.fd, timeout_s if timeout_s is not None else settings.timeout_s + 30, attendant
                 )

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    Source = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str]
+
 WEIGHTS_FOLDER = "weights"
 _ALIGNMENT = 64
 _FOOTER = struct.Struct("<QQ8s")
@@ -144,14 +146,15 @@ class StagedWeights:
         self.close()
 
 
-def stage(
-    source: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str],
-) -> StagedWeights:
+def stage(source: Source, *, dtype: str | None = None, rename: Mapping[str, str] | None = None) -> StagedWeights:
     """Copy `source` into one sealed memory file.
 
     Args:
         source: a state dict, an iterable of (name, tensor) (written as they come, so one tensor at a time is alive), or a
             folder with .safetensors files. Tensors on a GPU are copied through pinned memory. Tied tensors are staged under each of their names.
+            A DTensor is gathered when its turn comes, which all ranks of its mesh must do (`join_gathering`).
+        dtype: torch's name of the dtype that floating-point tensors are cast to (`"bfloat16"`); None: as they are.
+        rename: prefixes of names and what takes their place, the longest first; see `WeightsConfig.rename`.
 
     Raises:
         ValueError: the source is none of these, a name comes twice, a tensor cannot be staged, or the folder holds no safetensors.
@@ -164,13 +167,17 @@ def stage(
         os.fchmod(fd, 0o600)
         entries: dict[str, _Entry] = {}
         at = checksum = 0
-        for name, dtype, shape, chunks in _pieces(source):
+        prefixes = sorted((rename or {}).items(), key=lambda pair: -len(pair[0]))
+        for given, own_dtype, shape, chunks in _pieces(source, dtype):
+            name = next((new + given[len(old) :] for old, new in prefixes if given.startswith(old)), given)
             if name in entries:
                 raise ValueError(f"staging weights: {name!r} comes twice")
-            if dtype not in _ITEM_BYTES:
-                raise ValueError(f"staging weights: {name!r} has dtype {dtype}; supported are {', '.join(_ITEM_BYTES)}")
+            if own_dtype not in _ITEM_BYTES:
+                raise ValueError(
+                    f"staging weights: {name!r} has dtype {own_dtype}; supported are {', '.join(_ITEM_BYTES)}"
+                )
             at, checksum = _append(fd, bytes(-at % _ALIGNMENT), at, checksum)
-            entries[name] = entry = _Entry(dtype, tuple(shape), at)
+            entries[name] = entry = _Entry(own_dtype, tuple(shape), at)
             if at + entry.nbytes > left:
                 raise MemoryBudgetError(
                     f"staging weights: {name!r} brings the copy to {at + entry.nbytes:,} bytes, but only {left:,} were left ({limit}); "
@@ -188,6 +195,15 @@ def stage(
         os.close(fd)
         raise
     return StagedWeights.open(fd, verify=False)
+
+
+def join_gathering(source: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+    """What the ranks without an engine do while rank 0 calls `update_weights` with the same names in the same order: gathering a DTensor is collective.
+
+    Blocks until all are gathered; keeps nothing. Returns at once where no tensor is a DTensor.
+    """
+    for _, tensor in _named_tensors(source):
+        del tensor
 
 
 def keep(weights: StagedWeights, run_dir: Path, version: int, versions: int) -> None:
@@ -303,14 +319,18 @@ def _entries(mapping: mmap.mmap, verify: bool) -> dict[str, _Entry]:
     return entries
 
 
-def _pieces(source: Any) -> Iterator[tuple[str, str, tuple[int, ...], Iterable[Buffer]]]:
+def _pieces(source: Any, cast_to: str | None) -> Iterator[tuple[str, str, tuple[int, ...], Iterable[Buffer]]]:
     """(name, dtype, shape, its bytes in chunks) of every tensor of any source."""
-    if isinstance(source, (str, os.PathLike)):
+    folder = isinstance(source, (str, os.PathLike))
+    if folder and cast_to is None:
         yield from _from_checkpoint(Path(source))
-    else:
-        for name, tensor in _named_tensors(source):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            yield name, dtype, tuple(tensor.shape), _tensor_chunks(tensor)
+        return
+    import torch
+
+    wanted = getattr(torch, cast_to) if cast_to else None
+    for name, tensor in _checkpoint_tensors(Path(source)) if folder else _named_tensors(source):
+        own = tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor
+        yield name, str(own.dtype).removeprefix("torch."), tuple(own.shape), _tensor_chunks(own)
 
 
 def _named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -329,7 +349,10 @@ def _named_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if tensor.is_meta or tensor.layout != torch.strided:
             kind = "a meta tensor, which has no data" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
             raise ValueError(f"staging weights: {name!r}: expected a dense tensor; got {kind}")
-        yield name, tensor
+        yield (
+            name,
+            tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor,
+        )  # a DTensor's shards, a collective
 
 
 def _tensor_chunks(tensor: torch.Tensor) -> Iterator[Buffer]:
@@ -361,6 +384,19 @@ def _from_checkpoint(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...], 
                 dtype = _DTYPES.get(info["dtype"], (info["dtype"], 0))[0]
                 with view[start + first : start + last] as part:
                     yield name, dtype, tuple(info["shape"]), (part,)
+
+
+def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for name, dtype, shape, chunks in _from_checkpoint(folder):
+        if dtype not in _ITEM_BYTES:
+            raise ValueError(f"staging weights: {name!r} has dtype {dtype}; supported are {', '.join(_ITEM_BYTES)}")
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensor.numel():
+            (chunk,) = chunks
+            tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(chunk, np.uint8)
+        yield name, tensor
 
 
 def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:

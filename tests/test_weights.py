@@ -61,6 +61,84 @@ def test_tensors_come_back_as_they_were() -> None:
             assert torch.equal(tensor, given[name]), name
 
 
+def test_names_and_dtypes_become_the_engines() -> None:
+    """The longest prefix counts; integers keep their dtype; a folder is cast like a state_dict."""
+    given = {"module.a.w": torch.randn(3), "module.w": torch.arange(2), "other": torch.randn(2).half()}
+    with stage(given, dtype="bfloat16", rename={"module.": "model.", "module.a.": "b."}) as weights:
+        assert weights.names == ["b.w", "model.w", "other"]
+        tensors = dict(weights.tensors())
+        assert [tensor.dtype for tensor in tensors.values()] == [torch.bfloat16, torch.int64, torch.bfloat16]
+        assert torch.equal(tensors["b.w"], given["module.a.w"].bfloat16())
+    with pytest.raises(ValueError, match="'x' comes twice"):
+        stage({"a.x": torch.zeros(1), "b.x": torch.zeros(1)}, rename={"a.": "", "b.": ""})
+
+
+def test_a_checkpoint_folder_is_cast_like_a_state_dict(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    given = {"w": torch.randn(3, 2), "n": torch.arange(3), "none": torch.zeros(0, 2)}
+    save_file(given, tmp_path / "model.safetensors")
+    with stage(tmp_path, dtype="float16") as weights:
+        for name, tensor in weights.tensors():
+            assert torch.equal(tensor, given[name].half() if name != "n" else given[name]), name
+
+
+GATHERING = """
+import os, sys
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from mprollout.weights import join_gathering, stage
+
+rank = int(os.environ["RANK"])
+mesh = init_device_mesh("cpu", (2,))
+whole = {"w": torch.arange(20.0).view(5, 4), "b": torch.arange(3.0)}
+sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+assert sharded["w"].to_local().shape[0] < 5
+if rank == 0:
+    with stage(sharded) as weights:
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights.tensors())
+else:
+    join_gathering(sharded)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_shards_of_two_ranks_are_gathered(tmp_path: Path) -> None:
+    """A DTensor's shards: rank 0 stages, the other joins the collective. Real gloo, two processes."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GATHERING],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def test_another_process_opens_the_descriptor() -> None:
     with stage(state()) as weights:
         program = (
