@@ -60,6 +60,10 @@ class Admission:
 
     def turn(self) -> bool:
         """Collect what ended, spend the credit. Returns whether something ended FILTERED or FAILED."""
+        with self.ledger.turn():
+            return self._turn()
+
+    def _turn(self) -> bool:
         ended = [
             row for row in self._admitter.sweep() if row[1] != _native.DONE
         ]  # DONE was counted when it was delivered

@@ -1,6 +1,6 @@
 """The command `mprollout`. Each subcommand is a dataclass whose docstrings are its `--help`.
 
-Exit codes: 0 done; 1 a control learned (demo-controls) too few seeds doubled (demo-seeds), or a difference is beyond the tolerance (verify); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
+Exit codes: 0 done; 1 a control learned (demo-controls), too few seeds doubled (demo-seeds), a difference is beyond the tolerance (verify), or a ticket is not in one place (audit); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from mprollout.audit import AuditArgs
 from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, SeedArgs
 from mprollout.errors import MprolloutError
@@ -22,6 +23,7 @@ Command = (
     | Annotated[SeedArgs, tyro.conf.subcommand("demo-seeds")]
     | Annotated[TopArgs, tyro.conf.subcommand("top")]
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
+    | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
 )
 
 
@@ -37,9 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs | VerifyArgs) -> int:
+def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs | VerifyArgs | AuditArgs) -> int:
     """Do what the arguments say."""
-    from mprollout import monitor
+    from mprollout import audit, monitor
     from mprollout.demo import controls
     from mprollout.demo.run import run_demo
 
@@ -55,6 +57,8 @@ def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs | VerifyArgs) -> int:
             return 0
         case VerifyArgs():
             return run_verify(args)
+        case AuditArgs():
+            return audit.run_audit(args)
 
 
 if __name__ == "__main__":

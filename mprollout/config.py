@@ -383,7 +383,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     seed: int = 0
     """Base of all sampling seeds; each worker, sample and attempt derives its own."""
     run_dir: str | None = None
-    """Where logs go, and the socket by which `mprollout top` and `RolloutEngine.attach` find the run; None: a temporary folder that goes away."""
+    """Where logs go, the ledger, and the socket by which `mprollout top` and `RolloutEngine.attach` find the run; None: a temporary folder that goes away."""
     record: str | None = None
     """Every delivered group is written there, in Parquet (`mprollout.record`): `mprollout verify` and `ReplaySource` read it. `"run"`: the folder `record` of `run_dir`."""
     record_max_bytes: int = 10 << 30

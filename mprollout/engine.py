@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -41,6 +42,7 @@ from mprollout.filter import check_filter
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
+from mprollout.ledger_file import LEDGER, Owner
 from mprollout.record import Recorder, recorder
 from mprollout.reward import check
 from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
@@ -51,9 +53,6 @@ from mprollout.taker import Taker
 from mprollout.updates import Updates
 
 STARVED_S = 0.5
-_LIVE_NAMES = {
-    getattr(_native, name): name.lower() for name in ("READY", "RUNNING", "PUBLISHING", "DONE", "FILTERED", "FAILED")
-}
 
 
 class RolloutEngine:
@@ -163,6 +162,7 @@ class RolloutEngine:
             )
             if attached:
                 self._taker.adopt(self._keeper.segment)
+            self._keep_ledger()
             self._attendant = attendant = Attendant(
                 self._keeper, self.source, self._gate, self._ledger, self.config, self._taker
             )
@@ -171,6 +171,14 @@ class RolloutEngine:
         except BaseException:
             self.close()
             raise
+
+    def _keep_ledger(self) -> None:
+        assert self._keeper is not None
+        if self.config.run_dir is not None:
+            source = self.source.fingerprint.encode(errors="replace").decode()  # a file's name may be no text
+            owner = Owner(trainer_pid=self._pid, keeper_pid=self._keeper.pid, source=source)
+            path = Path(self.config.run_dir).resolve() / LEDGER
+            self._ledger.keep_in(path, owner, self.plan.entries + self.plan.descriptors, self.config.filter.reasons)
 
     @classmethod
     def attach(cls, run_dir: str | os.PathLike[str], state: dict[str, Any], rows: Any = None) -> Self:
@@ -237,6 +245,7 @@ class RolloutEngine:
             self._unpin()
         if self._taker is not None:
             self._taker.consumer.close()
+        self._ledger.let_go()
         if self._keeper is not None:
             how(self._keeper)
         if self._recorder is not None and self._taker is not None:
@@ -498,36 +507,11 @@ class RolloutEngine:
         Raises:
             AssertionError: a ticket is in two states or in none; names it.
         """
-        attendant, taker = self._running()
+        from mprollout import audit  # here, for a light import of the package
+
+        attendant, _ = self._running()
         with attendant.lock:
-            table = attendant.segment.table()
-            live = {row[0]: _LIVE_NAMES[row[1]] for row in table}
-            live.update((ticket, "sent_back") for ticket in self._ledger.sent_back)
-            live.update(
-                (group.ticket, "parked") for group in taker.parked if not self._ledger.is_resolved(group.ticket)
-            )
-            if len({row[0] for row in table}) != len(table):
-                raise AssertionError(
-                    f"audit: a ticket stands twice in the live table: {sorted(row[0] for row in table)}"
-                )
-            counts: dict[str, int] = dict(self._ledger.counts)
-            adopted = [
-                ticket
-                for ticket in live
-                if ticket >= self._ledger.admitted_below and self._ledger.is_handed_out(ticket)
-            ]
-            for ticket in [*range(self._ledger.watermark, self._ledger.admitted_below), *adopted]:
-                state = live.pop(ticket, None)
-                if self._ledger.is_resolved(ticket):
-                    if state not in (None, "done"):  # a delivered group's entry waits for the sweep
-                        raise AssertionError(f"audit: ticket {ticket} is resolved and {state}")
-                elif state is None:
-                    raise AssertionError(f"audit: ticket {ticket} is neither live nor resolved")
-                else:
-                    counts[state] = counts.get(state, 0) + 1
-            if strangers := [ticket for ticket, state in live.items() if state != "done"]:
-                raise AssertionError(f"audit: tickets {strangers} are live and were never admitted, or are resolved")
-            return counts
+            return audit.check(self._ledger.snapshot(), attendant.segment.table())
 
     def _running(self) -> tuple[Attendant, Taker]:
         if os.getpid() != self._pid:

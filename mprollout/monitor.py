@@ -58,14 +58,15 @@ class RunView:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self.trainer_pid = 0
+        self.trainer_pid = self.keeper_pid = 0
+        """The trainer's is 0 while there is none."""
         self._states: dict[int, messages.WorkerState] = {}
         self._segment: _native.Segment | None = None
         self.look()
 
     def look(self) -> dict[str, Any]:
         """The numbers of this moment; keys are those of `EngineStats` where it has them."""
-        self._ask()
+        self.ask()
         assert self._segment is not None
         words = self._segment.global_words
         run: dict[str, Any] = {word.name.lower(): words[word] for word in GlobalWord}
@@ -89,12 +90,19 @@ class RunView:
         progress = self._segment.worker_words(worker.worker)[WorkerWord.PROGRESS_NS]
         return max(0, time.monotonic_ns() - progress) / 1e9 if worker.running_samples else 0.0
 
-    def _ask(self) -> None:
+    def table(self) -> list[tuple[int, int, int, int, int, int, int]]:
+        """The live table of this moment, as `Segment.table` has it."""
+        assert self._segment is not None
+        return self._segment.table()
+
+    def ask(self) -> None:
+        """Ask the keeper who is there."""
         try:
             channel = knock(self._run)
         except OSError as error:
             raise RunEnded(f"{self._run}: nobody keeps a run there ({error})") from error
         try:
+            self.keeper_pid = channel.peer()[0]
             channel.send(messages.Observe())
             with selectors.DefaultSelector() as selector:
                 selector.register(channel, selectors.EVENT_READ)

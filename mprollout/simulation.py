@@ -129,10 +129,10 @@ class DropStale(Taker):
     """For comparison: a group over the lag is thrown away, its prompt with it."""
 
     def recycle(self) -> None:
-        tickets = [group.ticket for group in self.to_recycle]
+        stale = len(self.to_recycle)
         super().recycle()
-        for ticket in tickets:
-            self._ledger.next_ticket()  # what was sent back is not to be tried again
+        for _ in range(stale):
+            ticket = self._ledger.next_ticket()  # what was sent back is not to be tried again
             self._ledger.resolve(ticket, "dropped:stale")
             self._gate.admitted += 1
             self._gate.ended += 1

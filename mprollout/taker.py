@@ -65,12 +65,12 @@ class Taker:
                 self._again[lease.ticket] = lease
         table = {row[0] for row in segment.table() if row[1] != _native.DONE}
         live = table | {lease.ticket for lease in self.consumer.held()} | self._again.keys()
-        self._ledger.adopt(live)
+        self._ledger.adopt(live, parked=self._again.keys())
         self._gate.admitted = len(live)
 
     def resume(self) -> int:
         """Finish what an interrupt cut; returns how many of the parked groups are booked (neither live nor to come)."""
-        self.consumer.deliver([group.lease for group in self.parked])  # idempotent
+        self._hand_to_trainer([group.lease for group in self.parked])  # idempotent
         self._count_taken()
         return sum(self._ledger.is_resolved(group.ticket) for group in self.parked)
 
@@ -130,8 +130,13 @@ class Taker:
             ticket += 1
         return leases
 
-    def _deliver(self, leases: list[_native.Lease]) -> None:
+    def _hand_to_trainer(self, leases: list[_native.Lease]) -> None:
+        for lease in leases:  # first: an audit from outside must not miss what the table no longer has
+            self._ledger.park(lease.ticket)
         self.consumer.deliver(leases)
+
+    def _deliver(self, leases: list[_native.Lease]) -> None:
+        self._hand_to_trainer(leases)
         for lease in leases:
             self._again.pop(lease.ticket, None)
 

@@ -18,6 +18,8 @@ import torch
 from engines import attachable, descendants, drain, until
 
 import mprollout as mp
+from mprollout.audit import prove
+from mprollout.ledger import Ledger
 
 pytestmark = pytest.mark.timeout(90)
 WEIGHTS = {"w": torch.zeros(4)}
@@ -71,8 +73,13 @@ def kill(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_a_new_trainer_finds_the_workers_and_loses_nothing(tmp_path: Path, max_lag: int | None) -> None:
     process, (trained, state, pids) = trainer(tmp_path, steps=2, saved=1, max_lag=max_lag)
     below = kill(process)
+    until(lambda: prove(tmp_path).state == "orphaned", "the keeper has noticed")
+    assert (orphan := prove(tmp_path)).proven and orphan.tickets["taken"] == 8
     engine = mp.RolloutEngine.attach(tmp_path, state)
     with engine:
+        attached = prove(tmp_path)
+        assert (attached.state, attached.proven, attached.trainer_pid) == ("living", True, os.getpid())
+        assert attached.tickets["taken"] == 4 == attached.tickets["parked"]  # those that the dead one kept
         assert [worker.pid for worker in engine.stats().workers] == pids
         assert engine.stats().workers[0].restarts == 0
         engine.update_weights(WEIGHTS)
@@ -144,7 +151,7 @@ def test_an_older_state_than_the_confirmed_one_is_refused_and_the_run_waits_on(t
     process, (_, state, _) = trainer(tmp_path, steps=2, saved=2)
     kill(process)
     older = json.loads(json.dumps(state))
-    older["ledger"] = {"format": older["ledger"]["format"], "watermark": 0, "resolved_above": [], "ended": {}}
+    older["ledger"] = Ledger().state()
     with pytest.raises(mp.ConfigError, match="a newer one with 8 was confirmed"):
         mp.RolloutEngine.attach(tmp_path, older)
     mp.RolloutEngine.attach(tmp_path, state).close()

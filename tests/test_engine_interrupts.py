@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 def resolved(engine: mp.RolloutEngine) -> list[int]:
     """The tickets that a checkpoint made now would not train again."""
     ledger = Ledger.from_state(engine.state_dict()["ledger"])
-    return [ticket for ticket in range(engine._ledger.admitted_below) if ledger.is_resolved(ticket)]
+    return [ticket for ticket in range(engine._ledger.next) if ledger.is_resolved(ticket)]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_judge_that_sleeps_keeps_nobody_waiting_who_does_not_need_it() -> None
         assert engine.stats().workers[0].rewarding_samples >= 1
         state, began = engine.state_dict(), time.monotonic()
     assert time.monotonic() - began < 5
-    assert state["ledger"]["watermark"] == 3  # the next start begins with it
+    assert state["ledger"]["unresolved"][0] == [3, 3]  # the next start begins with it
 
 
 def test_a_stopped_worker_delays_only_its_own_and_resumes() -> None:

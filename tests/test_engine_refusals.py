@@ -143,16 +143,23 @@ def test_a_state_that_state_dict_did_not_return_is_refused_and_the_engine_can_st
         with pytest.raises(mp.ConfigError, match=r"state: expected what state_dict\(\) returned; got "):
             engine.load_state_dict(other)  # type: ignore[arg-type]
     for field, value in [
-        ("format", 2),
-        ("watermark", None),
-        ("watermark", "two"),
-        ("resolved_above", [[5]]),
-        ("resolved_above", None),
+        ("format", 1),
+        ("next", None),
+        ("next", "two"),
+        ("next", -1),
+        ("next", 1 << 62),
+        ("unresolved", [[5]]),
+        ("unresolved", None),
+        ("unresolved", [[4, 3], [2, 2]]),
+        ("unresolved", [[3, 1 << 40]]),
+        ("unresolved", [[-1, 0]]),
         ("ended", 3),
+        ("ended", {"failed:reward": -1}),
+        ("ended", {"failed:reward": 100}),
     ]:
         broken = copy.deepcopy(state)
         broken["ledger"][field] = value
-        with pytest.raises(mp.ConfigError, match="state: expected a ledger state of format 1, got"):
+        with pytest.raises(mp.ConfigError, match="state: expected a ledger state of format 2, got"):
             engine.load_state_dict(broken)
     for missing in state["ledger"]:
         with pytest.raises(mp.ConfigError, match=missing):
