@@ -12,6 +12,7 @@ import collections
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -24,6 +25,7 @@ from mprollout.ring import WorkerWord
 from mprollout.source import PromptSource
 
 log = logging.getLogger("mprollout")
+_Kind = Literal["failed", "filtered", "rejected"]
 
 
 class Admission:
@@ -43,7 +45,11 @@ class Admission:
         ledger: Ledger,
         notes: collections.OrderedDict[int, messages.Note],
         on_failing: Callable[[type[EngineFault], str, messages.Note | None], None],
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        self.admitted_ns: dict[int, int] = {}
+        """By live ticket: the moment of its admission. Those that an earlier trainer admitted are not in it."""
+        self._now_ns = now_ns
         self.source, self.gate, self.ledger = source, gate, ledger
         self.segment, self.notes, self._on_failing = segment, notes, on_failing
         self._faults, self._filter, self._over_long = config.fault, config.filter, config.source.over_long
@@ -64,19 +70,12 @@ class Admission:
             return self._turn()
 
     def _turn(self) -> bool:
-        ended = [
-            row for row in self._admitter.sweep() if row[1] != _native.DONE
-        ]  # DONE was counted when it was delivered
-        for ticket, state, reason, _attempt, _deaths in ended:
-            name = reason_name(reason, self._filter.reasons)
-            self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
-            self.gate.ended += 1
-            rejected = reason == Reason.ZERO_SPREAD or reason >= FIRST_OWN_REASON
-            if reason == Reason.OVER_LONG and self._over_long == "refuse":
-                continue  # the worker's own fault names the row, and is on its way
-            self._count_ending(
-                ticket, name, "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
-            )
+        ended = False
+        for ticket, state, reason, _attempt, _deaths in self._admitter.sweep():
+            self.admitted_ns.pop(ticket, None)
+            if state != _native.DONE:  # which was counted when it was delivered
+                self._end(ticket, state, reason)
+                ended = True
         try:
             self.gate.ahead = self.ledger.ahead
             while not self.stopped and self.gate.credit > 0 and self._admit_one():
@@ -84,7 +83,7 @@ class Admission:
         except (SourceError, ConfigError) as error:
             self.stopped = True
             self._on_failing(EngineFault, f"the source cannot go on: {type(error).__name__}: {error}", None)
-        return bool(ended)
+        return ended
 
     def _admit_one(self) -> bool:
         ticket, last = self.ledger.peek_ticket(), self.source.last_ticket
@@ -99,18 +98,29 @@ class Admission:
             if self._over_long == "refuse":
                 raise SourceError(text) from error
             log.warning("over-long, filtered: %s", text)
-            self.ledger.resolve(self.ledger.next_ticket(), f"filtered:{Reason.OVER_LONG.name.lower()}")
-            self.gate.admitted += 1
-            self.gate.ended += 1
-            self._count_ending(ticket, Reason.OVER_LONG.name.lower(), "filtered", text)
+            self._count_admitted()
+            self._end(ticket, _native.FILTERED, Reason.OVER_LONG, text)
             return True
-        self.ledger.next_ticket()
-        self.gate.admitted += 1
+        self.admitted_ns[ticket] = self._now_ns()
+        self._count_admitted()
         return True
 
-    def _count_ending(
-        self, ticket: int, reason: str, kind: Literal["failed", "filtered", "rejected"], error: str = ""
-    ) -> None:
+    def _count_admitted(self) -> None:
+        self.ledger.next_ticket()
+        self.gate.admitted += 1
+
+    def _end(self, ticket: int, state: int, reason: int, error: str = "") -> None:
+        """A live ticket is FILTERED or FAILED: its one outcome, its credit back."""
+        name = reason_name(reason, self._filter.reasons)
+        self.ledger.resolve(ticket, f"{'filtered' if state == _native.FILTERED else 'failed'}:{name}")
+        self.gate.ended += 1
+        if reason == Reason.OVER_LONG and self._over_long == "refuse":
+            return  # the worker's own fault names the row, and is on its way
+        rejected = reason == Reason.ZERO_SPREAD or reason >= FIRST_OWN_REASON
+        kind: _Kind = "failed" if state == _native.FAILED else "rejected" if rejected else "filtered"
+        self._count_ending(ticket, name, kind, error)
+
+    def _count_ending(self, ticket: int, reason: str, kind: _Kind, error: str) -> None:
         """So many endings of a kind in a row, and nothing published between them, are no prompt's own fault."""
         published = sum(
             self.segment.worker_words(index)[WorkerWord.GROUPS_PUBLISHED] for index in range(self.segment.workers)

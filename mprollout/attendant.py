@@ -16,6 +16,7 @@ import logging
 import os
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +36,10 @@ from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
-from mprollout.ring import GlobalWord
 from mprollout.source import PromptSource
+from mprollout.stats import tell_monitors
 from mprollout.taker import Taker
+from mprollout.waiting import Waits
 
 log = logging.getLogger("mprollout")
 
@@ -58,10 +60,9 @@ class Attendant:
         ledger: Ledger,
         config: EngineConfig,
         taker: Taker,
+        waits: Waits,
     ) -> None:
-        self.keeper, self._taker = keeper, taker
-        self.waiting_since_ns = 0
-        """CLOCK_MONOTONIC of the `get` under way; 0: none."""
+        self.keeper, self._taker, self._waits = keeper, taker, waits
         self.segment = keeper.segment
         self.lock = threading.Lock()
         self.states: dict[int, messages.WorkerState] = {}
@@ -149,26 +150,10 @@ class Attendant:
         with self.lock:
             self._taker.recycle()  # here, because no signal interrupts this thread
             ended = self.admission.turn()
-            self._tell_monitors()
+            tell_monitors(self, self._taker, self._waits)
         if ended:
             self.segment.wake_taker()
         self._bells.ring_idle()
-
-    def _tell_monitors(self) -> None:
-        words, gate, taker = self.segment.global_words, self.admission.gate, self._taker
-        words[GlobalWord.POLICY_VERSION], words[GlobalWord.UPDATES] = taker.policy_version, gate.updates
-        words[GlobalWord.ADMITTED], words[GlobalWord.TAKEN], words[GlobalWord.ENDED] = (
-            gate.admitted,
-            gate.taken,
-            gate.ended,
-        )
-        words[GlobalWord.LIVE], words[GlobalWord.HELD] = gate.live, taker.consumer.held_count
-        words[GlobalWord.HIGHEST_LAG] = max(taker.lags, default=0)
-        words[GlobalWord.GROUPS_MASKED], words[GlobalWord.GROUPS_RECYCLED] = taker.groups_masked, taker.groups_recycled
-        words[GlobalWord.TOKENS_DISCARDED], words[GlobalWord.WAITING_SINCE_NS] = (
-            taker.tokens_discarded,
-            self.waiting_since_ns,
-        )
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -209,6 +194,8 @@ class Attendant:
         match message:
             case messages.WorkerState():
                 self.states = {**self.states, message.worker: message}
+                any_ready = any(state.state == "ready" for state in self.states.values())
+                self._waits.on_workers(any_ready, time.monotonic_ns())
                 self._judge(message)
             case messages.UpdateDone():
                 self.update_done = message

@@ -73,6 +73,11 @@ class Group:
         return view.reshape(-1, *field.shape) if field.shape else view
 
     @property
+    def meta(self) -> schema.Meta:
+        """Its row, and when it was claimed, generated, published. A copy."""
+        return schema.Meta(*self.field("meta").tolist())
+
+    @property
     def row(self) -> int:
         """Number of the data row, from 0."""
         return int(self.field("meta")[0])

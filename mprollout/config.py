@@ -7,6 +7,7 @@ Unknown keys fail (msgspec's `forbid_unknown_fields`); a failed check names fiel
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -126,6 +127,7 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
     max_tokens_per_s: float = 0.0
     """Decoding speed of all samples of a worker together, which they share; 0: no bound."""
     prefill_s: float = 0.0
+    """Before the first token of each request, and again after an update that retracts it."""
     update_s: float = 0.0
     """Stall of a weight update."""
     start_s: float = 0.0
@@ -302,8 +304,17 @@ class FaultConfig(_Config, frozen=True, kw_only=True):
     max_deaths_per_ticket: int = 5
     """Worker deaths a ticket survives; its own, larger bound, so that storms do not burn innocent prompts. After two deaths
     a ticket runs alone on its worker, so that a poison prompt takes no other with it."""
+    episode_timeout_s: float | None = None
+    """Deadline of one run of the rollout function: all turns of one sample, without its reward. What an update aborted begins anew, with all of it."""
     sample_timeout_s: float | None = None
-    """Deadline of one sample, generation and reward; exceeded, the sample is aborted and the attempt fails. Swallowed completions are noticed by it."""
+    """Deadline of one sample, from the moment it has its place: its episode and, with `RewardConfig.per="sample"`, its reward (whose own
+    deadline is `RewardConfig.timeout_s`)."""
+    group_timeout_s: float | None = None
+    """Deadline of one attempt at a ticket, from its start until the group is scored whole and filtered: all its samples, and their wait for places.
+
+    The three nest, episode in sample in group, and None is no deadline. Whichever passes first ends what it covers: the samples are aborted
+    in the engine and the attempt fails with the reason `timeout` (an episode or a sample fails as `on_sample_failure` says), so the
+    ticket is tried again, or ends FAILED. Swallowed completions are noticed by any of them."""
     retry_delay_s: float = 0.05
     """Pause before the second attempt, doubled for each further one."""
     on_sample_failure: Literal["retry", "shrink", "fail"] = "retry"
@@ -317,7 +328,15 @@ class FaultConfig(_Config, frozen=True, kw_only=True):
         self._require_int("max_deaths_per_ticket", 1)
         self._require("retry_delay_s", 0 <= self.retry_delay_s < math.inf, "a finite number of seconds >= 0")
         self._require("max_deaths_per_ticket", self.max_deaths_per_ticket <= 254, "<= 254")
-        self._require_seconds("sample_timeout_s", optional=True)
+        deadlines = ["episode_timeout_s", "sample_timeout_s", "group_timeout_s"]
+        for name in deadlines:
+            self._require_seconds(name, optional=True)
+        given = [(name, getattr(self, name)) for name in deadlines if getattr(self, name) is not None]
+        for (inner, inner_s), (outer, outer_s) in itertools.pairwise(given):
+            if inner_s > outer_s:
+                raise ConfigError(
+                    f"FaultConfig.{inner}={inner_s:g} must be at most {outer}={outer_s:g}, which covers it: it could never be reached"
+                )
         self._require_int("max_consecutive_failures", 1)
 
 

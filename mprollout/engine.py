@@ -11,7 +11,6 @@ exact at any moment. `get` consumes nothing unless it returns: what was ingested
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -24,18 +23,15 @@ import msgspec
 
 import mprollout
 from mprollout import _native, messages, pinned
-from mprollout.attendant import SAFETY_LOOK_S, Attendant, log
+from mprollout.attendant import Attendant, log
 from mprollout.batch import Batch
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
 from mprollout.errors import (
     ConcurrentGet,
     ConfigError,
-    DataExhausted,
     EngineClosed,
-    GetTimeout,
     MainGuardMissing,
     MprolloutError,
-    RingStarved,
 )
 from mprollout.evaluation import EvaluationResult, gather
 from mprollout.filter import check_filter
@@ -45,14 +41,13 @@ from mprollout.ledger import Ledger
 from mprollout.ledger_file import LEDGER, Owner
 from mprollout.record import Recorder, recorder
 from mprollout.reward import check
-from mprollout.ring import WorkerWord, check_memory, plan, segment_bytes
+from mprollout.ring import check_memory, doubts, plan, segment_bytes
 from mprollout.rollout import check_rollout
 from mprollout.source import PromptSource
-from mprollout.stats import EngineStats, describe_workers, waiting_cause, worker_stats
+from mprollout.stats import EngineStats, engine_stats
 from mprollout.taker import Taker
 from mprollout.updates import Updates
-
-STARVED_S = 0.5
+from mprollout.waiting import Waiting, Waits
 
 
 class RolloutEngine:
@@ -89,7 +84,8 @@ class RolloutEngine:
         self.plan = plan(config)
         if _attached is None:
             check_memory(segment_bytes(self.plan), self.plan)
-        self._warn_of_idle_places()
+        for doubt in doubts(config, self.plan):
+            log.warning(doubt)
         self._gate = Gate(config.gate, self.plan.max_live_groups, self.plan.spare)
         self._ledger = Ledger()
         self._updates = Updates(config, self._gate)
@@ -97,8 +93,8 @@ class RolloutEngine:
         self._pid = os.getpid()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._evaluations = 0
-        self._waiting = False
-        self._starved_since = math.inf
+        self._waits = Waits()
+        self._waiting: Waiting | None = None
         self._started = self._closed = False
         self._keeper: KeeperProcess | None = _attached
         self._attendant: Attendant | None = None
@@ -111,21 +107,6 @@ class RolloutEngine:
     def policy_version(self) -> int:
         """The last version that all workers applied."""
         return self._updates.version
-
-    def _warn_of_idle_places(self) -> None:
-        places = len(self.config.workers.devices) * self.config.workers.max_running_samples
-        samples = self.plan.max_live_groups * self.config.sampling.group_size
-        if samples < places:
-            log.warning(
-                "%d live groups of %d samples cannot keep %d workers x %d sample places busy: %d of %d places stay empty; raise max_live_groups, "
-                "max_lag or groups_per_update, or lower max_running_samples",
-                self.plan.max_live_groups,
-                self.config.sampling.group_size,
-                len(self.config.workers.devices),
-                self.config.workers.max_running_samples,
-                places - samples,
-                places,
-            )
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +145,9 @@ class RolloutEngine:
                 self._taker.adopt(self._keeper.segment)
             self._keep_ledger()
             self._attendant = attendant = Attendant(
-                self._keeper, self.source, self._gate, self._ledger, self.config, self._taker
+                self._keeper, self.source, self._gate, self._ledger, self.config, self._taker, self._waits
             )
+            self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits, self._leased)
             with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
@@ -275,14 +257,15 @@ class RolloutEngine:
         if timeout is not None and not (type(timeout) in (int, float) and timeout >= 0):
             raise ConfigError(f"get(timeout): expected seconds >= 0 or None; got {timeout!r}")
         attendant, taker = self._running()
+        waiting = self._waiting
+        assert waiting is not None
         with attendant.lock:
             me = threading.get_ident()
             if self._in_get not in (None, me):
                 raise ConcurrentGet(f"get({n}): another get is under way; there is one taker at a time")
             self._in_get = me
         try:
-            attendant.waiting_since_ns = time.monotonic_ns()
-            self._fill(n, timeout, attendant, taker)
+            waiting.fill(n, timeout, self._running)
             with attendant.lock:
                 batch = taker.book(n)
                 self._batches.add(batch)
@@ -294,75 +277,10 @@ class RolloutEngine:
                 raise EngineClosed(f"get({n}): the engine was closed by another thread") from error
             raise
         finally:
-            self._waiting = False
-            self._in_get, attendant.waiting_since_ns = None, 0
+            self._waits.leave(time.monotonic_ns())
+            self._in_get = None
         taker.hand_over(n)  # nothing below can be interrupted: from here on the caller has them
         return batch
-
-    def _fill(self, n: int, timeout: float | None, attendant: Attendant, taker: Taker) -> None:
-        """Wait until n groups are parked. An interrupted `get` leaves them parked for the next one."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with attendant.lock:
-            booked = taker.resume()
-        while True:
-            seen = taker.consumer.news()
-            with attendant.lock:
-                missing = taker.park(n)
-                if missing == 0:
-                    return
-                if taker.to_recycle:
-                    attendant.ring()
-                attendant.raise_fault()
-                self._check_meetable(n, booked, attendant)
-            self._check_room(n, attendant, taker)
-            left = min(SAFETY_LOOK_S, deadline - time.monotonic())
-            if left <= 0:
-                raise GetTimeout(
-                    f"get({n}): {n - missing} groups deliverable after {timeout} s; {self._gate.live} live, {attendant.segment.pending()} pending, "
-                    f"credit {self._gate.credit}, next in order: ticket {self._ledger.watermark}; {describe_workers(attendant.segment, attendant.states)}"
-                )
-            self._waiting = True
-            taker.consumer.wait(taker.wanted(missing), seen, left)
-            self._running()  # closed by another thread meanwhile?
-
-    def _check_meetable(self, n: int, booked: int, attendant: Attendant) -> None:
-        unadmitted = attendant.admission.unadmitted()
-        if unadmitted is not None and (available := booked + self._gate.live + unadmitted) < n:
-            failures = {outcome: count for outcome, count in self._ledger.counts.items() if outcome != "taken"}
-            note = next(reversed(attendant.notes.values()), None) if failures else None
-            raise DataExhausted(
-                f"get({n}): the source has ended ({len(self.source)} rows, epochs={self.config.source.epochs}); {available} groups are left"
-                + (f"; {failures} ended otherwise" if failures else "")
-                + (f"; the last failure: {note.error}" if note else ""),
-                available=available,
-            )
-        self._gate.check_get(n - booked, unadmitted)
-
-    def _check_room(self, n: int, attendant: Attendant, taker: Taker) -> None:
-        """Every ready worker lacks room and runs nothing: only a release can help, and this thread is the one that would release."""
-
-        def stuck(worker: int) -> bool:
-            words = attendant.segment.worker_words(worker)
-            return bool(words[WorkerWord.STARVED_FOR_ROOM] and not words[WorkerWord.RUNNING_GROUPS])
-
-        ready = [i for i, state in attendant.states.items() if state.state == "ready"]
-        if not ready or not all(stuck(i) for i in ready):  # the first that is not ends the look
-            self._starved_since = math.inf
-            return
-        self._starved_since = min(self._starved_since, time.monotonic())
-        if (
-            time.monotonic() - self._starved_since > STARVED_S
-        ):  # a release just now reaches the workers within milliseconds
-            self._starved_since = math.inf
-            with attendant.lock:
-                if taker.park(n) == 0:
-                    return
-            leased = sum(len(batch) for batch in self._batches if not batch.released)
-            raise RingStarved(
-                f"get({n}): no worker has room for another group (arenas of {self.plan.arena_bytes:,} bytes, up to {self.plan.max_group_bytes:,} a group) "
-                f"and {leased} taken groups were not released (or views of released ones are kept): use `with engine.get(n) as batch:`, copy what you keep, "
-                "or raise RingConfig.arena_bytes"
-            )
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -383,9 +301,12 @@ class RolloutEngine:
             ValueError: the source is no set of tensors; names the one that is none.
         """
         attendant, _ = self._running()
-        version = self._updates.push(source, timeout, attendant)
-        attendant.ring()
-        return version
+        began = time.monotonic_ns()
+        try:
+            return self._updates.push(source, timeout, attendant)
+        finally:
+            self._waits.ns["weights"] += time.monotonic_ns() - began
+            attendant.ring()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -478,28 +399,8 @@ class RolloutEngine:
     def stats(self) -> EngineStats:
         """Numbers of this moment; does not disturb the run."""
         attendant, taker = self._running()
-        workers = worker_stats(attendant.segment, attendant.states)
         with attendant.lock:
-            gate = self._gate
-            return EngineStats(
-                policy_version=self.policy_version,
-                updates=gate.updates,
-                admitted=gate.admitted,
-                taken=gate.taken,
-                live=gate.live,
-                pending=attendant.segment.pending(),
-                held=taker.consumer.held_count,
-                running_samples=sum(w.running_samples for w in workers),
-                tokens_generated=sum(w.tokens_generated for w in workers),
-                retried=sum(w.retried for w in workers),
-                outcomes=dict(self._ledger.counts),
-                lags=dict(taker.lags),
-                groups_masked=taker.groups_masked,
-                groups_recycled=taker.groups_recycled,
-                tokens_discarded=taker.tokens_discarded,
-                waiting_for=waiting_cause(attendant.segment, attendant.states, gate.live) if self._waiting else "",
-                workers=workers,
-            )
+            return engine_stats(attendant, taker, self._waits)
 
     def audit(self) -> dict[str, int]:
         """Prove that the tickets are partitioned: each is live in the table or resolved, and none is both. Returns the count of each state.
@@ -512,6 +413,9 @@ class RolloutEngine:
         attendant, _ = self._running()
         with attendant.lock:
             return audit.check(self._ledger.snapshot(), attendant.segment.table())
+
+    def _leased(self) -> int:
+        return sum(len(batch) for batch in self._batches if not batch.released)
 
     def _running(self) -> tuple[Attendant, Taker]:
         if os.getpid() != self._pid:

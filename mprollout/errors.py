@@ -113,6 +113,10 @@ class SampleAborted(MprolloutError):
     """A sample ended without a usable completion: names the sample and the engine's reason."""
 
 
+class DeadlineExceeded(MprolloutError, TimeoutError):
+    """An episode, a sample or an attempt took longer than its deadline in `FaultConfig`: names it, the worker's pid, the setting and its value."""
+
+
 class SampleFailed(MprolloutError):
     """A sample's rollout or reward function ended in a way that would have ended the worker; names the sample."""
 

@@ -19,18 +19,18 @@ from typing import Any
 import msgspec
 import tyro
 
-from mprollout import _native, messages
+from mprollout import _native, messages, stats
 from mprollout.door import knock
 from mprollout.errors import ConfigError
-from mprollout.ring import GlobalWord, WorkerWord
-from mprollout.stats import WorkerStats, worker_stats
+from mprollout.ring import DELIVERED, ENDED_BY, LAGS, REWARD_MEANS, WAITED_NS, GlobalWord
+from mprollout.waiting import CAUSES
 
 ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass(kw_only=True)
 class TopArgs:
-    """Watch a living run: workers, pending groups, tokens/s, lag, what the trainer waits for.
+    """Watch a living run: workers, pending groups, tokens/s, lag, rewards, where the trainer waits, the oldest straggler.
 
     Example: `mprollout top runs/7`. Ends with the run, or by Ctrl-C. Exit code 2 when nobody keeps that run.
     """
@@ -65,30 +65,38 @@ class RunView:
         self.look()
 
     def look(self) -> dict[str, Any]:
-        """The numbers of this moment; keys are those of `EngineStats` where it has them."""
+        """The numbers of this moment; keys are those of `EngineStats` where it has them. The last of `lags` stands for higher ones, too."""
         self.ask()
         assert self._segment is not None
-        words = self._segment.global_words
+        segment, words = self._segment, self._segment.global_words
         run: dict[str, Any] = {word.name.lower(): words[word] for word in GlobalWord}
-        since = run.pop("waiting_since_ns")
-        run["waiting_s"] = max(0, time.monotonic_ns() - since) / 1e9 if since else 0.0
-        workers = worker_stats(self._segment, self._states)
-        oldest = max(workers, key=self._stuck_s, default=None)
+        since_ns, recycled = run.pop("waiting_since_ns"), run.pop("tokens_discarded")
+        reward_last, reward_mean = words[REWARD_MEANS.start : REWARD_MEANS.stop].cast("B").cast("d")
+        workers = stats.worker_stats(segment, self._states)
+        oldest = stats.straggler(segment)
+        lost = stats.discarded(segment, recycled)
         return {
             "trainer_pid": self.trainer_pid,
             **run,
-            "pending": self._segment.pending(),
+            "pending": segment.pending(),
             "tokens_generated": sum(worker.tokens_generated for worker in workers),
             "running_samples": sum(worker.running_samples for worker in workers),
-            "slowest_worker": None if oldest is None else oldest.worker,
-            "slowest_worker_since_s": 0.0 if oldest is None else self._stuck_s(oldest),
+            "retried": sum(worker.retried for worker in workers),
+            "ended_by": stats.by_reason(words[ENDED_BY.start : ENDED_BY.stop].tolist()),
+            "lags": {i: count for i, count in enumerate(words[LAGS.start : LAGS.stop]) if count},
+            "lengths_issued": stats.lengths_issued(segment),
+            "lengths_delivered": stats.by_length(words[DELIVERED.start : DELIVERED.stop].tolist()),
+            "discarded": lost,
+            "tokens_discarded": sum(lost.values()),
+            "reward_last": reward_last,
+            "reward_mean": reward_mean,
+            "waited_s": dict(zip(CAUSES, (ns / 1e9 for ns in words[WAITED_NS.start : WAITED_NS.stop]), strict=True)),
+            "waiting_s": stats.seconds_since(since_ns) if since_ns else 0.0,
+            "waiting_for": stats.waiting_cause(workers, run["live"]) if since_ns else "",
+            "straggler": None if oldest is None else msgspec.structs.asdict(oldest),
+            "progress_s": stats.progress_s(segment),
             "workers": [msgspec.structs.asdict(worker) for worker in workers],
         }
-
-    def _stuck_s(self, worker: WorkerStats) -> float:
-        assert self._segment is not None
-        progress = self._segment.worker_words(worker.worker)[WorkerWord.PROGRESS_NS]
-        return max(0, time.monotonic_ns() - progress) / 1e9 if worker.running_samples else 0.0
 
     def table(self) -> list[tuple[int, int, int, int, int, int, int]]:
         """The live table of this moment, as `Segment.table` has it."""
@@ -166,22 +174,35 @@ def _table(now: dict[str, Any], tokens_per_s: float) -> Any:
 
     head = Table.grid(padding=(0, 2))
     trainer = f"trainer pid {now['trainer_pid']}" if now["trainer_pid"] else "no trainer: waiting for one that attaches"
-    waits = f"waits in get for {now['waiting_s']:.1f} s" if now["waiting_s"] else "is not in get"
+    waits = f"waits for {now['waiting_for']}, {now['waiting_s']:.1f} s" if now["waiting_s"] else "is not in get"
     head.add_row(trainer, waits, f"policy version {now['policy_version']}", f"{now['updates']} updates")
     head.add_row(
         f"{now['live']} live",
         f"{now['pending']} pending, {now['held']} held",
-        f"{now['taken']} taken",
-        f"{now['ended']} ended otherwise",
+        f"{now['taken']} taken, {now['ended']} ended otherwise",
+        f"{now['retried']} retried",
     )
     head.add_row(
-        f"highest lag {now['highest_lag']}",
+        f"{tokens_per_s:,.0f} tokens/s",
+        f"reward {now['reward_last']:.3f} (all: {now['reward_mean']:.3f})",
         f"{now['groups_masked']} masked, {now['groups_recycled']} recycled",
         f"{now['tokens_discarded']:,} tokens discarded",
-        f"{tokens_per_s:,.0f} tokens/s",
     )
-    if now["slowest_worker_since_s"] > 1:
-        head.add_row(f"worker {now['slowest_worker']}: no sample finished for {now['slowest_worker_since_s']:.0f} s")
+    lines = [
+        ("ended otherwise", _counts(now["ended_by"])),
+        ("groups by lag", _counts({f"{lag}{'+' * (lag == len(LAGS) - 1)}": n for lag, n in now["lags"].items()})),
+        ("lengths issued", _counts(now["lengths_issued"])),
+        ("delivered", _counts(now["lengths_delivered"])),
+        ("the trainer waited for", _shares(now["waited_s"])),
+    ]
+    if (oldest := now["straggler"]) is not None:
+        who = f"ticket {oldest['ticket']}, attempt {oldest['attempt']} on worker {oldest['worker']}"
+        lines.append(("the oldest straggler", f"{who}, claimed {oldest['since_s']:.1f} s ago"))
+    lines.append(("last progress", f"{now['progress_s']:.1f} s ago"))
+    more = Table.grid(padding=(0, 2))
+    for name, text in lines:
+        if text:
+            more.add_row(name, text)
     workers = Table(
         "worker", "pid", "state", "running", "scored now", "published", "retried", "restarts", "version", "tokens"
     )
@@ -198,4 +219,13 @@ def _table(now: dict[str, Any], tokens_per_s: float) -> Any:
             "version",
         )
         workers.add_row(*(str(worker[key]) for key in keys), f"{worker['tokens_generated']:,}")
-    return Group(head, workers)
+    return Group(head, more, workers)
+
+
+def _counts(counts: dict[Any, int]) -> str:
+    return "  ".join(f"{name}: {count:,}" for name, count in counts.items())
+
+
+def _shares(seconds: dict[str, float]) -> str:
+    whole = sum(seconds.values())
+    return "  ".join(f"{cause} {s:.1f} s ({s / whole:.0%})" for cause, s in seconds.items() if s)

@@ -21,19 +21,19 @@ from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.gate import is_strict
 from mprollout.generator import FINISH_REASONS, VersionSpan
-from mprollout.schema import SCHEMA, Field, schema_bytes
+from mprollout.schema import SCHEMA, Field, Meta, schema_bytes
 
 SUSPECT_DEATHS = 2  # a ticket that saw so many workers die runs alone
 SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
 
 
 class WorkerWord(enum.IntEnum):
-    """Statistics words of one worker; the writer is the worker unless said otherwise."""
+    """Statistics words of one worker (of 64); the writer is the worker unless said otherwise."""
 
     PID = 0  # keeper
     RESTARTS = 1  # keeper
     RUNNING_SAMPLES = 2
-    TOKENS_GENERATED = 3
+    TOKENS_GENERATED = 3  # of samples whose generation finished, an evaluation's included
     SAMPLES_FINISHED = 4
     GROUPS_PUBLISHED = 5
     ATTEMPTS_RETRIED = 6
@@ -44,10 +44,19 @@ class WorkerWord(enum.IntEnum):
     REWARDING_SAMPLES = 11
     PEAK_RUNNING_SAMPLES = 12
     STARVED_FOR_ROOM = 13  # 1 while a READY ticket stands and this arena has no room for it
+    OLDEST_TICKET = 14  # of the running ones, the one claimed first; means nothing while RUNNING_GROUPS is 0
+    OLDEST_CLAIM_NS = 15  # CLOCK_MONOTONIC
+
+
+ISSUED = range(16, 34)
+"""Worker words: training samples whose generation finished, by `length_bucket`; writer: the worker."""
+DISCARDED = range(34, 47)
+"""Worker words: tokens sampled and never published, by the `Reason` of it, 0 being a filter's own reasons; writer: the worker.
+What an attempt lost that was published all the same (a sample that an update aborted, one that a group goes without) counts as ABORT."""
 
 
 class GlobalWord(enum.IntEnum):
-    """Statistics words of the trainer's side, for monitors; the writer is the attendant's thread."""
+    """Statistics words of the trainer's side (of 64), for monitors; the writer is the attendant's thread."""
 
     POLICY_VERSION = 0
     UPDATES = 1
@@ -59,8 +68,26 @@ class GlobalWord(enum.IntEnum):
     HIGHEST_LAG = 7
     GROUPS_MASKED = 8
     GROUPS_RECYCLED = 9
-    TOKENS_DISCARDED = 10
+    TOKENS_DISCARDED = 10  # with groups that were recycled; workers have their own
     WAITING_SINCE_NS = 11  # CLOCK_MONOTONIC of the `get` under way; 0: none
+    TOKENS_DELIVERED = 12
+
+
+LAGS = range(13, 22)
+"""Global words: groups taken by lag; the last: of that lag or a higher one. Writer: the attendant's thread, as of all that follow."""
+DELIVERED = range(22, 40)
+"""Global words: samples of taken groups, by `length_bucket`."""
+ENDED_BY = range(40, 53)
+"""Global words: tickets ended FILTERED or FAILED, by `Reason` (each belongs to one of the two states), 0 being a filter's own reasons."""
+WAITED_NS = range(53, 59)
+"""Global words: the trainer's wait by `waiting.CAUSES`, in ns."""
+REWARD_MEANS = range(59, 61)
+"""Global words, the bits of a float64: mean reward of the groups in the last batch; of all groups taken."""
+
+
+def length_bucket(tokens: int) -> int:
+    """Bucket i has the completions of 2^i to 2^(i+1) - 1 tokens; the first also those of none, the last all longer ones."""
+    return min(max(tokens.bit_length() - 1, 0), len(ISSUED) - 1)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +168,29 @@ def plan(config: EngineConfig) -> Plan:
         extra_fields=config.ring.extra_fields,
         spare=spare,
     )
+
+
+def doubts(config: EngineConfig, plan: Plan) -> list[str]:
+    """What of the settings works and is hardly meant, with the numbers."""
+    workers, fault = config.workers, config.fault
+    found = []
+    places, samples = (
+        len(workers.devices) * workers.max_running_samples,
+        plan.max_live_groups * config.sampling.group_size,
+    )
+    if samples < places:
+        found.append(
+            f"{plan.max_live_groups} live groups of {config.sampling.group_size} samples cannot keep {len(workers.devices)} workers x "
+            f"{workers.max_running_samples} sample places busy: {places - samples} of {places} places stay empty; raise max_live_groups, "
+            "max_lag or groups_per_update, or lower max_running_samples"
+        )
+    found += [
+        f"FaultConfig.{name}={limit_s:g} is longer than WorkerConfig.progress_timeout_s={workers.progress_timeout_s:g}: a worker "
+        "that has nothing else to finish is killed before that deadline is over; raise the latter"
+        for name in ("episode_timeout_s", "sample_timeout_s", "group_timeout_s")
+        if (limit_s := getattr(fault, name)) is not None and limit_s > workers.progress_timeout_s
+    ]
+    return found
 
 
 def segment_arguments(plan: Plan) -> dict[str, Any]:
@@ -266,7 +316,7 @@ def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int, extra: tupl
     from mprollout import _native
 
     counts = {
-        "group": 4,
+        "group": len(Meta._fields),
         "prompt_token": prompt_tokens,
         "sample": sampling.group_size,
         "token": sampling.group_size * sampling.max_new_tokens,

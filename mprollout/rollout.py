@@ -38,6 +38,8 @@ class Session:
         self, generator: Generator, sampling: SamplingConfig, prompt_ids: list[int], request_id: str, seed: int
     ) -> None:
         self.prompt_ids = prompt_ids
+        self.sampled = 0
+        """Tokens that the engine sampled for it, those of an aborted turn included."""
         self.sample = RolledSample(
             token_ids=[], logprobs=[], loss_mask=bytearray(), finish_reason="length", versions=[]
         )
@@ -81,6 +83,7 @@ class Session:
             )
         )
         self._turn += 1
+        self.sampled += len(made.token_ids)
         if made.finish_reason == "abort":
             raise SampleAborted(f"sample {request_id}: aborted by the engine after {len(made.token_ids)} tokens")
         self._extend(made.token_ids, made.logprobs, 1, made.versions)

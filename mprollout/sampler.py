@@ -1,6 +1,9 @@
 """`Sampler`: makes and scores the samples of a prompt. Where a worker's time goes.
 
-    run_group / run_one -> place -> rollout function (engine) -> reward -> Made          each sample by itself, its siblings beside it
+    make -> run_group -> run_one -> place -> rollout function (engine) -> reward -> Made      each sample by itself, its siblings beside it
+    |       |            |                   '-- episode_timeout_s
+    |       |            '-- sample_timeout_s, from its place on
+    '-- group_timeout_s, the filter included; an evaluation begins at run_group
 
 Invariant: a group comes back whole, every sample with its reward (or, with `on_sample_failure="shrink"`, at least two of them), or the
 first failure is raised, with a note that names the sample, after all siblings have ended: `run_group`'s finally guarantees it.
@@ -9,23 +12,24 @@ first failure is raised, with a note that names the sample, after all siblings h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from mprollout import _native, messages
 from mprollout.config import EngineConfig, SamplingConfig
-from mprollout.errors import MprolloutError, RewardError, SampleAborted, SampleFailed
+from mprollout.errors import DeadlineExceeded, MprolloutError, RewardError, SampleAborted, SampleFailed
 from mprollout.ledger import FIRST_OWN_REASON, Reason
 from mprollout.places import Place, Places
 from mprollout.reward import FilterFailed, RewardInput, RewardRaised
 from mprollout.reward_pool import RewardPool
-from mprollout.ring import RolledSample, WorkerWord
+from mprollout.ring import ISSUED, RolledSample, WorkerWord, length_bucket
 from mprollout.rollout import RolloutFunction, Session
 
 if TYPE_CHECKING:
@@ -34,14 +38,57 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_NAMED = 8
+"""Unfinished samples that an error names."""
+
+
+class Attempt(msgspec.Struct):
+    """One try at a ticket, or at a row of an evaluation."""
+
+    name: str
+    """`ticket.attempt`; its samples are called `ticket.attempt.index`."""
+    seed: int
+    evaluates: bool = False
+    sampled: int = 0
+    """Tokens sampled so far, kept or not. What a request that was cancelled midway had made is not known, so not among them."""
 
 
 class Made(msgspec.Struct):
-    """A finished completion, what its reward function sees, and what it said."""
+    """A finished completion, what its reward function sees, and what it said. Moments are of the event loop's clock, in seconds."""
 
     sample: RolledSample
     input: RewardInput
+    started_s: float
+    """When it had its place."""
+    generated_s: float
+    sampled: int
+    """Tokens that the engine sampled for it."""
     reward: float = 0.0
+
+    @property
+    def took_s(self) -> float:
+        """From its place to its last token."""
+        return self.generated_s - self.started_s
+
+
+@contextlib.asynccontextmanager
+async def deadline(setting: str, limit_s: float | None, what: str) -> AsyncIterator[None]:
+    """Cancels the block when `FaultConfig.<setting>` is over; what it awaits is thereby aborted in the engine.
+
+    Raises:
+        DeadlineExceeded: it was over, whatever the block made of its cancellation; with the notes of what was cancelled.
+    """
+    scope = asyncio.timeout(limit_s)
+    try:
+        async with scope:
+            yield
+    except Exception as error:
+        if not scope.expired() or isinstance(error, DeadlineExceeded):  # the second: an inner one, no later
+            raise
+        late = DeadlineExceeded(f"{what} (worker pid {os.getpid()}) exceeded {setting}={limit_s:g}")
+        for note in getattr(error.__cause__, "__notes__", ()):  # of the cancellation
+            late.add_note(note)
+        raise late from (None if isinstance(error, TimeoutError) else error)
 
 
 class Sampler:
@@ -69,12 +116,24 @@ class Sampler:
         """Kill the reward processes; never waits for a running function."""
         self._rewards.close()
 
+    async def make(
+        self, prompt: Prompt, prompt_ids: list[int], attempt: Attempt, tell: Callable[[BaseException], None]
+    ) -> tuple[list[Made], int | None]:
+        """One attempt at a ticket: its samples, scored, and the reason code for which the filter rejects them (None: they are kept).
+
+        Raises:
+            Exception: the first failure; its note names the sample.
+            DeadlineExceeded: `group_timeout_s` was over; names the samples that were not finished.
+        """
+        async with deadline("group_timeout_s", self._config.fault.group_timeout_s, f"attempt {attempt.name}"):
+            made = await self.run_group(prompt, prompt_ids, attempt, tell=tell)
+            return made, await self._rejection(made)
+
     async def run_group(
         self,
         prompt: Prompt,
         prompt_ids: list[int],
-        name: str,
-        seed: int,
+        attempt: Attempt,
         *,
         sampling: SamplingConfig | None = None,
         tell: Callable[[BaseException], None] | None = None,
@@ -92,9 +151,7 @@ class Sampler:
         shrink = tell is not None and self._config.fault.on_sample_failure == "shrink"
         places = [self.places.request() for _ in range(sampling.group_size)]
         tasks = [
-            asyncio.ensure_future(
-                self.run_one(place, prompt, prompt_ids, sampling, f"{name}.{i}", derive_seed(seed, i), i)
-            )
+            asyncio.ensure_future(self.run_one(place, prompt, prompt_ids, sampling, attempt, i))
             for i, place in enumerate(places)
         ]
         try:
@@ -103,12 +160,16 @@ class Sampler:
             )
             failed = [(i, error) for i, task in enumerate(tasks) if task in done and (error := task.exception())]
             for i, error in failed:
-                error.add_note(f"sample {i} of {len(tasks)}, attempt {name}")
+                error.add_note(f"sample {i} of {len(tasks)}, attempt {attempt.name}")
             if failed and not (shrink and len(tasks) - len(failed) >= 2):
                 raise failed[0][1]
             for _, error in failed:
                 if tell is not None:
                     tell(error)
+        except asyncio.CancelledError as cancelled:
+            late = [f"{attempt.name}.{i}" for i, task in enumerate(tasks) if not task.done()]
+            cancelled.add_note(f"unfinished: {', '.join(late[:_NAMED])} ({len(late)} of {len(tasks)} samples)")
+            raise
         finally:
             for task, place in zip(tasks, places, strict=True):
                 task.cancel()
@@ -118,8 +179,8 @@ class Sampler:
         await self.score_group(made)
         return made
 
-    async def rejection(self, made: list[Made]) -> int | None:
-        """The reason code for which the filter rejects a group; None: it is kept. Raises as `RewardPool.reject`."""
+    async def _rejection(self, made: list[Made]) -> int | None:
+        """Raises as `RewardPool.reject`."""
         settings = self._config.filter
         rewards = [one.reward for one in made]
         if settings.zero_spread and min(rewards) == max(rewards):
@@ -135,28 +196,26 @@ class Sampler:
         prompt: Prompt,
         prompt_ids: list[int],
         sampling: SamplingConfig,
-        name: str,
-        seed: int,
+        attempt: Attempt,
         index: int,
     ) -> Made:
         """One sample: generated while it holds its place, then scored (by a per-sample reward). Its deadline starts with the place."""
-        limit_s = self._config.fault.sample_timeout_s
+        name = f"{attempt.name}.{index}"
         try:
             await place.wait()
-            async with asyncio.timeout(limit_s) as deadline:
+            async with deadline("sample_timeout_s", self._config.fault.sample_timeout_s, f"sample {name}"):
                 try:
-                    session = await self._generate(prompt, prompt_ids, sampling, name, seed)
+                    started_s = asyncio.get_running_loop().time()
+                    session = await self._generate(prompt, prompt_ids, sampling, attempt, index)
+                    generated_s = asyncio.get_running_loop().time()
                     place.release()
                     self._count_running()
-                    made = Made(session.sample, _reward_input(prompt, session, index))
+                    scored = _reward_input(prompt, session, index)
+                    made = Made(session.sample, scored, started_s, generated_s, session.sampled)
                     if self._config.reward.per == "sample":
-                        made.reward = await self._counted(self._rewards.score_one(made.input))
+                        made.reward = await self._counted(self._rewards.score_one(scored))
                     return made
                 except asyncio.CancelledError as error:
-                    if deadline.expired():
-                        raise TimeoutError(
-                            f"sample {name} (worker pid {os.getpid()}) exceeded sample_timeout_s={limit_s}"
-                        ) from None
                     if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                         raise
                     raise SampleFailed(f"sample {name}: the rollout function raised CancelledError") from error
@@ -177,9 +236,9 @@ class Sampler:
                 one.reward = reward
 
     async def _generate(
-        self, prompt: Prompt, prompt_ids: list[int], sampling: SamplingConfig, name: str, seed: int
+        self, prompt: Prompt, prompt_ids: list[int], sampling: SamplingConfig, attempt: Attempt, index: int
     ) -> Session:
-        words = self._words
+        words, name, seed = self._words, f"{attempt.name}.{index}", derive_seed(attempt.seed, index)
         if words[WorkerWord.RUNNING_SAMPLES] == 0:
             words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
         self._count_running()
@@ -187,14 +246,19 @@ class Sampler:
             updates = self.updates_seen
             session = Session(self.generator, sampling, prompt_ids, name, seed)
             try:
-                await self._rollout(session, prompt)
+                async with deadline("episode_timeout_s", self._config.fault.episode_timeout_s, f"episode {name}"):
+                    await self._rollout(session, prompt)
                 break
             except SampleAborted:
                 if updates == self.updates_seen:
                     raise
+            finally:
+                attempt.sampled += session.sampled
         words[WorkerWord.SAMPLES_FINISHED] += 1
-        words[WorkerWord.TOKENS_GENERATED] += session.sample.loss_mask.count(1)
+        words[WorkerWord.TOKENS_GENERATED] += session.sampled
         words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
+        if not attempt.evaluates:
+            words[ISSUED[length_bucket(len(session.sample.token_ids))]] += 1
         return session
 
     def _count_running(self) -> None:

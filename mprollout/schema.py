@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -39,8 +39,28 @@ class Field(msgspec.Struct, frozen=True):
         return f"{self.name!r} is a field already" if self.name in index(()) else ""
 
 
+class Meta(NamedTuple):
+    """A group's `meta`. Moments are of CLOCK_MONOTONIC, in ns (in a simulation: of its clock)."""
+
+    row: int
+    version: int
+    """The worker's policy version when the group was done."""
+    deaths: int
+    """Workers that died on the ticket."""
+    claimed_ns: int
+    """Its worker claimed it, for the last time."""
+    started_ns: int
+    """The sample that ended last had its place."""
+    generated_ns: int
+    """That sample was generated, and with it all."""
+    published_ns: int
+    """It was scored, filtered, and about to be published."""
+    excess_ns: int
+    """How much longer that sample took to generate than the longest of its siblings; of a group of one: how long it took."""
+
+
 SCHEMA: tuple[Field, ...] = (
-    Field("meta", "<i8", "group"),  # [row, policy_version at claim, claimed_ns, published_ns] (CLOCK_MONOTONIC)
+    Field("meta", "<i8", "group"),  # `Meta`
     Field("prompt_ids", "<i4", "prompt_token"),
     Field("lengths", "<i4", "sample"),
     Field("rewards", "<f4", "sample"),

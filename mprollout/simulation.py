@@ -33,8 +33,10 @@ from mprollout.ring import WorkerWord, plan, segment_arguments
 from mprollout.rollout import load_rollout
 from mprollout.simulated import SimulatedGenerator
 from mprollout.source import PromptSource
+from mprollout.stats import discarded
 from mprollout.taker import Taker
 from mprollout.updates import Updates
+from mprollout.waiting import Waits
 from mprollout.worker import RolloutWorker
 
 
@@ -109,6 +111,8 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     wall_s: float = 0.0
     trainer_wait_s: list[float] = []
     """In `get`, by step."""
+    waited_s: dict[str, float] = {}
+    """In `get` and in the update, by cause (`waiting.Waits`)."""
     busy_sample_s: float = 0.0
     """Samples generating, over time: divide by `wall_s` for the mean number of running samples."""
     tickets: list[int] = []
@@ -122,7 +126,15 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     most_running: list[int] = []
     """Of each worker."""
     outcomes: dict[str, int] = {}
-    tokens_discarded: int = 0
+    failures: list[str] = []
+    """What was told of each failed attempt, in order."""
+    discarded: dict[str, int] = {}
+    """Tokens, by reason; see `EngineStats`."""
+
+    @property
+    def tokens_discarded(self) -> int:
+        """Sampled and never delivered."""
+        return sum(self.discarded.values())
 
 
 class DropStale(Taker):
@@ -226,8 +238,16 @@ class _Simulation:
         self._taker = taker(consumer, config, sizes.extra_fields, self._ledger, self._gate, self._updates)
         notes: collections.OrderedDict[int, messages.Note] = collections.OrderedDict()
         self._admission = Admission(
-            self._segment, config, PromptSource(config.source), self._gate, self._ledger, notes, self._on_failing
+            self._segment,
+            config,
+            PromptSource(config.source),
+            self._gate,
+            self._ledger,
+            notes,
+            self._on_failing,
+            _now_ns,
         )
+        self._waits = Waits()
         self._fault: EngineFault | None = None
         self._news = asyncio.Event()
         self._bells = [_eventfd() for _ in config.workers.devices]
@@ -258,7 +278,7 @@ class _Simulation:
             await asyncio.gather(training, *workers, return_exceptions=True)
             self._close()
         self.report.outcomes = dict(self._ledger.counts)
-        self.report.tokens_discarded = self._taker.tokens_discarded
+        self.report.waited_s = {cause: ns / 1e9 for cause, ns in self._waits.ns.items()}
         return self.report
 
     def _close(self) -> None:
@@ -275,6 +295,7 @@ class _Simulation:
         self.report.most_running = [
             self._segment.worker_words(index)[WorkerWord.PEAK_RUNNING_SAMPLES] for index in range(len(self._bells))
         ]
+        self.report.discarded = discarded(self._segment, self._taker.tokens_discarded)
         self._taker.consumer.close()
         self._segment.close()
 
@@ -313,6 +334,7 @@ class _Simulation:
                     self._news.set()
                 case messages.Note() as note:
                     self._admission.notes[note.ticket] = note
+                    self.report.failures.append(note.error)
                 case messages.Fault() as fault:
                     self._on_failing(EngineFault, fault.message, None)
 
@@ -352,7 +374,9 @@ class _Simulation:
                 self._turn()
                 await asyncio.sleep(trainer.step_s)
                 if trainer.updates:
+                    began_ns = _now_ns()
                     await self._push(staged.fd)
+                    self._waits.ns["weights"] += _now_ns() - began_ns
                 if self._look is not None:
                     self._look(self.report, self._gate)
 
@@ -363,7 +387,9 @@ class _Simulation:
             seen = taker.consumer.news()
             self._news.clear()
             if (missing := taker.park(n)) == 0:
+                self._waits.settle(_now_ns(), taker.parked[:n], self._admission.admitted_ns)
                 break
+            self._waits.begin(_now_ns())
             if taker.to_recycle:
                 self._turn()
                 continue
@@ -387,6 +413,10 @@ class _Simulation:
             await self._news.wait()
         self._updates.complete(version)
         self._turn()
+
+
+def _now_ns() -> int:
+    return round(asyncio.get_running_loop().time() * 1e9)
 
 
 def _eventfd() -> int:

@@ -17,6 +17,7 @@ from mprollout.batch import Batch, Group
 from mprollout.config import EngineConfig
 from mprollout.gate import Gate, is_strict
 from mprollout.ledger import Ledger
+from mprollout.ring import DELIVERED, length_bucket
 from mprollout.schema import Field
 from mprollout.updates import Updates
 
@@ -47,6 +48,11 @@ class Taker:
         self._again: dict[int, _native.Lease] = {}  # by ticket: what a dead trainer had taken, in its order
         self.lags: collections.Counter[int] = collections.Counter()
         """Groups taken, by lag. Statistics."""
+        self.lengths = [0] * len(DELIVERED)
+        """Samples of groups taken, by `length_bucket`. Statistics, as all that follows."""
+        self.tokens_delivered = 0
+        self.reward_last = self.reward_sum = 0.0
+        """Mean reward of the groups in the last batch; the sum of the mean rewards of all groups taken."""
         self.groups_recycled = self.groups_masked = self.tokens_discarded = 0
 
     @property
@@ -96,12 +102,20 @@ class Taker:
     def book(self, n: int) -> Batch:
         """Mark the first n parked tickets taken."""
         batch = Batch(self.parked[:n])
+        rewards = 0.0
         for group in batch:
+            rewards += (reward := float(group.rewards.mean()))
             if not self._ledger.is_resolved(group.ticket):
                 self._ledger.resolve(group.ticket, "taken")
                 self.recycled.pop(group.ticket, None)
                 self.lags[group.lag] += 1
                 self.groups_masked += group.masked
+                self.reward_sum += reward
+                lengths = group.lengths.tolist()
+                self.tokens_delivered += sum(lengths)
+                for tokens in lengths:
+                    self.lengths[length_bucket(tokens)] += 1
+        self.reward_last = rewards / n
         self._count_taken()
         return batch
 

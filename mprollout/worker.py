@@ -26,9 +26,10 @@ from mprollout.config import EngineConfig
 from mprollout.errors import ConfigError
 from mprollout.evaluation import EvaluationItem, EvaluationRequest, run_share
 from mprollout.ledger import Reason
-from mprollout.ring import SUSPECT_DEATHS, WorkerWord, encode_group
+from mprollout.ring import DISCARDED, SUSPECT_DEATHS, WorkerWord, encode_group
 from mprollout.rollout import RolloutFunction
-from mprollout.sampler import Sampler, derive_seed, reason_of, text_of
+from mprollout.sampler import Attempt, Made, Sampler, derive_seed, reason_of, text_of
+from mprollout.schema import Meta
 from mprollout.source import Prompt, render
 from mprollout.weights import StagedWeights
 
@@ -67,6 +68,7 @@ class RolloutWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Task[None]] = set()  # of these, the tickets
         self._claims: dict[int, _native.Claim] = {}
+        self._claimed_ns: dict[int, int] = {}  # by ticket, the oldest first
         self._update_lock = asyncio.Lock()
         self._max_prompt_tokens = 0
 
@@ -161,17 +163,24 @@ class RolloutWorker:
 
     async def _run_ticket(self, claim: _native.Claim) -> None:
         self._words[WorkerWord.RUNNING_GROUPS] += 1
+        self._claimed_ns[claim.ticket] = _now_ns()
+        self._tell_oldest()
         try:
             await self._attempts(claim)
         except asyncio.CancelledError:
             self._producer.give_back(self._claims[claim.ticket])
             raise
         finally:
-            del self._claims[claim.ticket]
+            del self._claims[claim.ticket], self._claimed_ns[claim.ticket]
             self._words[WorkerWord.RUNNING_GROUPS] -= 1
+            self._tell_oldest()
+
+    def _tell_oldest(self) -> None:
+        oldest = next(iter(self._claimed_ns.items()), (0, 0))
+        self._words[WorkerWord.OLDEST_TICKET], self._words[WorkerWord.OLDEST_CLAIM_NS] = oldest
 
     async def _attempts(self, claim: _native.Claim) -> None:
-        claimed_ns, fault = time.monotonic_ns(), self._config.fault
+        fault = self._config.fault
         try:
             prompt = Prompt.decode(claim.prompt)
             prompt_ids = render(prompt, self._config.source, self._generator.tokenizer)
@@ -182,22 +191,22 @@ class RolloutWorker:
             self._end_over_long(claim, prompt, len(prompt_ids))
             return
         while True:
-            name = f"{claim.ticket}.{claim.attempt}"
             seed = derive_seed(self._config.seed, claim.ticket, claim.attempt + 256 * claim.deaths)
+            attempt = Attempt(f"{claim.ticket}.{claim.attempt}", seed)
             try:
                 tell = functools.partial(self._note, claim, final=False)
-                made = await self._sampler.run_group(prompt, prompt_ids, name, seed, tell=tell)
-                if (rejected := await self._sampler.rejection(made)) is not None:
+                made, rejected = await self._sampler.make(prompt, prompt_ids, attempt, tell)
+                if rejected is not None:
+                    self._discard(attempt.sampled, rejected)
                     self._finish(claim, _native.FILTERED, rejected)
                     return
-                meta = [prompt.row, self._generator.version, claimed_ns, time.monotonic_ns()]
-                samples, rewards = [one.sample for one in made], [one.reward for one in made]
-                fields = encode_group(meta, prompt_ids, samples, rewards, self._config.ring.extra_fields)
-                if self._producer.publish(claim, fields):
+                if self._producer.publish(claim, self._encode(claim, prompt, prompt_ids, made)):
                     self._words[WorkerWord.GROUPS_PUBLISHED] += 1
+                self._discard(attempt.sampled - sum(one.sampled for one in made), Reason.ABORT)
                 return
             except Exception as error:
                 reason = reason_of(error)
+                self._discard(attempt.sampled, reason)
                 last = claim.attempt + 1 >= fault.max_attempts or fault.on_sample_failure == "fail"
                 if last or reason is Reason.TOO_LARGE:  # the same length would come again
                     self._end(claim, _native.FAILED, reason, error)
@@ -210,6 +219,27 @@ class RolloutWorker:
                 claim = self._claims[again.ticket] = again
                 self._words[WorkerWord.ATTEMPTS_RETRIED] += 1
                 await asyncio.sleep(delay_s)
+
+    def _encode(
+        self, claim: _native.Claim, prompt: Prompt, prompt_ids: list[int], made: list[Made]
+    ) -> list[tuple[str, list[Any]]]:
+        last = max(made, key=lambda one: one.generated_s)
+        siblings_s = max((one.took_s for one in made if one is not last), default=0.0)
+        meta = Meta(
+            row=prompt.row,
+            version=self._generator.version,
+            deaths=claim.deaths,
+            claimed_ns=self._claimed_ns[claim.ticket],
+            started_ns=_ns(last.started_s),
+            generated_ns=_ns(last.generated_s),
+            published_ns=_now_ns(),
+            excess_ns=_ns(max(0.0, last.took_s - siblings_s)),
+        )
+        samples, rewards = [one.sample for one in made], [one.reward for one in made]
+        return encode_group(meta, prompt_ids, samples, rewards, self._config.ring.extra_fields)
+
+    def _discard(self, tokens: int, reason: int) -> None:
+        self._words[DISCARDED[reason if reason < len(DISCARDED) else 0]] += tokens
 
     def _end_over_long(self, claim: _native.Claim, prompt: Prompt, tokens: int) -> None:
         text = (
@@ -318,8 +348,7 @@ class RolloutWorker:
             made = await self._sampler.run_group(
                 prompt,
                 ids,
-                f"eval{message.id}.{row}",
-                derive_seed(self._config.seed, ~message.id, row),
+                Attempt(f"eval{message.id}.{row}", derive_seed(self._config.seed, ~message.id, row), evaluates=True),
                 sampling=request.sampling,
             )
             return [
@@ -350,3 +379,12 @@ class RolloutWorker:
             self._words[WorkerWord.HEARTBEAT_NS] = time.monotonic_ns()
             self._generator.check()
             await asyncio.sleep(WATCH_S)
+
+
+def _now_ns() -> int:
+    return _ns(asyncio.get_running_loop().time())
+
+
+def _ns(moment_s: float) -> int:
+    """Of the event loop's clock, which is CLOCK_MONOTONIC (in a simulation: virtual), in seconds."""
+    return round(moment_s * 1e9)

@@ -20,6 +20,7 @@ from mprollout import _native, messages
 from mprollout.generator import VersionSpan
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ring import RolledSample, WorkerWord, encode_group, segment_arguments
+from mprollout.schema import Meta
 
 PACKAGE = str(Path(mp.__file__).parent)
 
@@ -97,7 +98,8 @@ class Played:
                 finish_reason="stop",
                 versions=[VersionSpan(version, 0, 1)],
             )
-            assert self.producer.publish(claim, encode_group([claim.ticket, 0, 0, 0], [5], [sample], [1.0]))
+            meta = [claim.ticket] + [0] * (len(Meta._fields) - 1)
+            assert self.producer.publish(claim, encode_group(meta, [5], [sample], [1.0]))
             self.keeper.segment.worker_words(0)[WorkerWord.GROUPS_PUBLISHED] += 1
 
 

@@ -14,7 +14,7 @@ from played import played
 import mprollout as mp
 from mprollout import _native, messages
 from mprollout.ledger import Reason
-from mprollout.sampler import Sampler
+from mprollout.sampler import Attempt, Sampler
 from mprollout.simulated import SimulatedGenerator
 from mprollout.source import Prompt
 
@@ -156,7 +156,9 @@ async def run_group(reward: mp.RewardConfig, rollout: Any, on_sample_failure: st
     sampler = Sampler(settings, generator, rollout, memoryview(array.array("q", [0] * 64)))
     told: list[BaseException] = []
     try:
-        made = await sampler.run_group(Prompt(ticket=0, row=0, epoch=0, prompt="?"), [1, 2], "0.0", 7, tell=told.append)
+        made = await sampler.run_group(
+            Prompt(ticket=0, row=0, epoch=0, prompt="?"), [1, 2], Attempt("0.0", 7), tell=told.append
+        )
         assert sampler.places.held == 0
         return [one.reward for one in made], [f"{error} {error.__notes__}" for error in told]
     finally:
