@@ -126,6 +126,9 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
     """Decoding speed of one sample; 0: as fast as the event loop turns."""
     max_tokens_per_s: float = 0.0
     """Decoding speed of all samples of a worker together, which they share; 0: no bound."""
+    speeds: list[tuple[int, float]] = []
+    """Instead of these two, measured: (samples decoding at once, tokens per second of all together), in ascending order. Linear in between and
+    below the first, constant beyond the last."""
     prefill_s: float = 0.0
     """Before the first token of each request, and again after an update that retracts it."""
     update_s: float = 0.0
@@ -142,6 +145,14 @@ class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", t
         kinds = ("exception", "abort", "swallow", "die", "hang", "slow", "short")
         self._require("faults", set(self.faults) <= set(kinds), f"of {', '.join(kinds)}")
         self._require("faults", sum(self.faults.values()) <= 1, "probabilities with a sum <= 1")
+        running = [0, *(samples for samples, _ in self.speeds)]
+        rises = all(a < b for a, b in itertools.pairwise(running)) and all(speed > 0 for _, speed in self.speeds)
+        self._require("speeds", rises, "(samples >= 1, tokens/s > 0), in ascending order of samples")
+        if self.speeds and (self.tokens_per_s or self.max_tokens_per_s):
+            raise ConfigError(
+                f"SimulatedConfig.speeds stands instead of tokens_per_s={self.tokens_per_s:g} and "
+                f"max_tokens_per_s={self.max_tokens_per_s:g}; give one or the other"
+            )
 
 
 class SamplingConfig(_Config, frozen=True, kw_only=True):

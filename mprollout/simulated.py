@@ -126,6 +126,15 @@ class _Clock:
         self._arm()
 
 
+def _speed(config: SimulatedConfig) -> Callable[[int], float]:
+    """Tokens a second of each of so many samples that decode at once."""
+    if config.speeds:
+        samples, speeds = zip((0, 0.0), *config.speeds, strict=True)
+        return lambda running: float(np.interp(running, samples, speeds)) / running
+    each, all_together = config.tokens_per_s or math.inf, config.max_tokens_per_s or math.inf
+    return lambda running: min(each, all_together / running)
+
+
 class _Run:
     """One request under way: what it will say, how far it is, which version said which part."""
 
@@ -245,8 +254,7 @@ class SimulatedGenerator(Generator):
         self._config = config
         self._runs: dict[str, _Run] = {}
         self._halted_by: set[str] = {"start"}
-        each, all_together = config.tokens_per_s or math.inf, config.max_tokens_per_s or math.inf
-        self._decode = _Clock(lambda running: min(each, all_together / running))  # work: tokens
+        self._decode = _Clock(_speed(config))  # work: tokens
         self._prefill = _Clock(lambda running: 1.0)  # work: seconds
         self._updating = asyncio.Lock()
 

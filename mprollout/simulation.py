@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 import os
 import selectors
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from mprollout import _native, messages
 from mprollout.admission import Admission, Bells
@@ -28,7 +30,7 @@ from mprollout.functions import is_async
 from mprollout.gate import Gate
 from mprollout.generator import GenerateRequest, Generation
 from mprollout.ledger import Ledger
-from mprollout.reward import resolve
+from mprollout.reward import RewardInput, resolve
 from mprollout.ring import WorkerWord, plan, segment_arguments
 from mprollout.rollout import load_rollout
 from mprollout.simulated import SimulatedGenerator
@@ -46,14 +48,11 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.threads_at_work = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         events = super().select(0)
         if events or timeout == 0:
             return events
-        if self.threads_at_work:  # their time is real
-            return super().select(None)
         if timeout is None:
             raise RuntimeError("the simulation stands still: nobody waits for a moment, and nothing can be read")
         self.now_s += timeout
@@ -79,20 +78,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        self._jumping.threads_at_work += 1
-        future = super().run_in_executor(executor, func, *args)
-        future.add_done_callback(self._on_thread_done)
-        return future
-
-    async def shutdown_default_executor(self) -> None:
-        self._jumping.threads_at_work += 1
+        """At once and here: it takes no virtual time, and of two threads the faster one must not decide how the run goes on."""
+        future = self.create_future()
         try:
-            await super().shutdown_default_executor()
-        finally:
-            self._jumping.threads_at_work -= 1
-
-    def _on_thread_done(self, _: object) -> None:
-        self._jumping.threads_at_work -= 1
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class TrainerModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,36 +129,16 @@ class SimulationReport(msgspec.Struct, kw_only=True):
         return sum(self.discarded.values())
 
 
-class DropStale(Taker):
-    """For comparison: a group over the lag is thrown away, its prompt with it."""
+async def costly_reward(sample: RewardInput, *, mean_s: float, sigma: float = 0.0, seed: int = 0) -> float:
+    """A reward that takes its time: `RewardConfig(costly_reward, kwargs={"mean_s": 2.0})`; so many at once as `max_concurrency` says.
 
-    def recycle(self) -> None:
-        stale = len(self.to_recycle)
-        super().recycle()
-        for _ in range(stale):
-            ticket = self._ledger.next_ticket()  # what was sent back is not to be tried again
-            self._ledger.resolve(ticket, "dropped:stale")
-            self._gate.admitted += 1
-            self._gate.ended += 1
-            self.recycled.pop(ticket)
-
-
-class DropOldest(Taker):
-    """For comparison: the newest groups are taken; older ones beyond one batch are thrown away, their prompts with them."""
-
-    def park(self, n: int) -> int:
-        if published := self.consumer.available():
-            self.consumer.try_take(published)
-        held = self.consumer.held()
-        surplus = held[: max(0, len(held) - n)]
-        for lease in surplus:
-            group = self._group(lease)
-            self.tokens_discarded += int(group.lengths.sum())
-            self._deliver([lease])
-            lease.release()
-            self._ledger.resolve(lease.ticket, "dropped:oldest")
-            self._gate.ended += 1
-        return super().park(n)
+    Args:
+        mean_s, sigma: mean seconds of one call, log-normal; sigma 0: each takes `mean_s`.
+        seed: with ticket and index of a sample it decides how long it takes, and its reward in [0, 1).
+    """
+    rng = np.random.default_rng([seed, sample.prompt.ticket, sample.index])
+    await asyncio.sleep(mean_s * math.exp(rng.normal(-(sigma**2) / 2, sigma)))
+    return float(rng.random())
 
 
 def simulate(
@@ -198,7 +170,6 @@ def simulate(
     try:
         return loop.run_until_complete(_Simulation(config, trainer, taker, look).run())
     finally:
-        loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from mprollout.config import SamplingConfig, SimulatedConfig
+from mprollout.errors import ConfigError
 from mprollout.generator import GenerateRequest, Generation
 from mprollout.simulated import SimulatedGenerator
+from mprollout.simulation import VirtualLoop
 
 WEIGHTS: Any = SimpleNamespace(names=["a", "b"], shapes={"a": (2, 3), "b": (4,)})
 
@@ -271,6 +273,39 @@ def test_a_run_that_joins_slows_the_others_from_then_on() -> None:
     first_s, second_s = run(scenario, max_tokens_per_s=200.0)
     assert 0.15 <= first_s < 0.5
     assert 0.25 <= second_s < 0.9
+
+
+def test_speed_is_a_measured_function_of_how_many_decode_at_once() -> None:
+    """(2 at once: 20 tokens/s together), (6: 40): 4 at once make 30, 1 makes 10, 100 make 40."""
+    measured = SimulatedConfig(speeds=[(2, 20.0), (6, 40.0)])
+
+    async def took_s(running: int) -> float:
+        generator = SimulatedGenerator(measured)
+        await generator.start()
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(generator.generate(request(i, n=60, ignore_eos=True)) for i in range(running)))
+        return asyncio.get_running_loop().time() - began
+
+    loop = VirtualLoop()
+    try:
+        for running, together in ((1, 10), (2, 20), (4, 30), (6, 40), (100, 40)):
+            assert loop.run_until_complete(took_s(running)) == pytest.approx(60 * running / together)
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"speeds": [(4, 10.0), (2, 20.0)]}, "in ascending order of samples"),
+        ({"speeds": [(0, 10.0)]}, "in ascending order of samples"),
+        ({"speeds": [(1, 0.0)]}, "tokens/s > 0"),
+        ({"speeds": [(1, 10.0)], "tokens_per_s": 5.0}, "speeds stands instead of tokens_per_s=5"),
+    ],
+)
+def test_speeds_that_are_no_function_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        SimulatedConfig(**settings)
 
 
 def test_lengths_come_from_a_recording() -> None:

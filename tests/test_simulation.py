@@ -10,7 +10,7 @@ import pytest
 
 import mprollout as mp
 from mprollout.gate import Gate
-from mprollout.simulation import DropOldest, DropStale, SimulationReport, TrainerModel, VirtualLoop, simulate
+from mprollout.simulation import SimulationReport, TrainerModel, VirtualLoop, costly_reward, simulate
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:.*sample places.*")]
 HEAVY = pytest.mark.slow
@@ -45,7 +45,6 @@ def test_virtual_time_jumps_to_the_next_moment() -> None:
     try:
         assert loop.run_until_complete(main()) == (7200.0, ["thread", "a", "b"])
     finally:
-        loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
 
 
@@ -91,26 +90,17 @@ def test_a_heavy_tail_is_neither_discarded_nor_late(max_lag: int) -> None:
     assert len(report.delivered_lengths) == 240 * 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["drop-stale", "drop-oldest", "recycle"])
-def test_other_policies_pay_in_prompts_or_tokens(policy: str) -> None:
-    """The same run under the policies of other systems: prompts burned, tokens discarded, long answers under-represented."""
-    lag_policy = {} if policy == "drop-oldest" else {"max_lag": 1, "lag_policy": "recycle"}
-    if policy == "drop-stale":
-        lag_policy["max_recycles"] = 10**6
+def test_a_reward_takes_its_time_and_waits_for_its_turn() -> None:
+    """32 samples that are there after 1 s, 8 rewards of 3 s at once: 4 rounds of them."""
     changes = {
-        "source": mp.SourceConfig(rows=[{"prompt": f"q{i}", "answer": "x"} for i in range(240)]),
-        "generator": mp.SimulatedConfig(lengths=TAIL, tokens_per_s=50, max_tokens_per_s=4000),
-        "workers": mp.WorkerConfig(devices=["cpu"] * 2, max_running_samples=128),
-        "gate": mp.GateConfig(max_live_groups=32, **lag_policy),
+        "generator": mp.SimulatedConfig(mean_tokens=50, sigma=0.0, tokens_per_s=50),
+        "reward": mp.RewardConfig(costly_reward, kwargs={"mean_s": 3.0}, max_concurrency=8),
+        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=512),
+        "gate": mp.GateConfig(groups_per_update=4, max_lag=0),
     }
-    taker = {"drop-stale": DropStale, "drop-oldest": DropOldest}.get(policy)
-    trainer = TrainerModel(groups_per_step=8, step_s=4.0, steps=30)
-    report = simulate(config(240, **changes), trainer, **({"taker": taker} if taker else {}))
-    assert len(report.tickets) == 240
-    assert report.tokens_discarded > 0
-    dropped = sum(count for outcome, count in report.outcomes.items() if outcome.startswith("dropped"))
-    assert (dropped > 0) == policy.startswith("drop")
+    report = simulate(config(8, **changes), TrainerModel(groups_per_step=4, step_s=0.0, steps=1))
+    assert report.trainer_wait_s == [pytest.approx(1.0 + 4 * 3.0)]
+    assert report.waited_s["reward"] == pytest.approx(12.0)
 
 
 def test_what_needs_processes_is_refused() -> None:
