@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import engines
@@ -11,6 +12,9 @@ import pytest
 from played import played
 
 import mprollout as mp
+from mprollout import messages
+from mprollout.generator import VersionSpan
+from mprollout.ring import RolledSample, encode_group
 from mprollout.rollout import Session
 from mprollout.schema import Meta
 from mprollout.simulation import SimulationReport, TrainerModel, simulate
@@ -177,3 +181,31 @@ def test_an_engine_tells_what_its_get_waits_for_and_what_it_has_waited_for() -> 
         before = on.engine.stats().waited_s
         on.engine.get(1, timeout=10).release()
         assert on.engine.stats().waited_s == before  # it was there: nobody waited
+
+
+def test_the_time_without_a_ready_worker_is_waited_for_as_workers() -> None:
+    """The keeper tells that the only worker restarts; a ticket that stood meanwhile is claimed once it is back."""
+    with played() as on:
+
+        def told(state: str) -> None:
+            on.keeper.tell(messages.WorkerState(worker=0, pid=on.keeper.pid, state=state))
+            states = on.engine._attendant.states  # type: ignore[union-attr]
+            engines.until(lambda: on.engine.stats().workers[0].state == state, f"{state}, after {states}")
+
+        told("restarting")
+        with pytest.raises(mp.GetTimeout):
+            on.engine.get(1, timeout=0.2)
+        told("ready")
+        claim, now = on.claim(), time.monotonic_ns()
+        sample = RolledSample(
+            token_ids=[1],
+            logprobs=[-1.0],
+            loss_mask=bytearray(b"\1"),
+            finish_reason="stop",
+            versions=[VersionSpan(0, 0, 1)],
+        )
+        meta = Meta(0, 0, 0, claimed_ns=now, started_ns=now, generated_ns=now, published_ns=now, excess_ns=0)
+        assert on.producer.publish(claim, encode_group(meta, [5], [sample], [1.0]))
+        on.engine.get(1, timeout=10).release()
+        waited = on.engine.stats().waited_s
+        assert waited["workers"] == pytest.approx(sum(waited.values())) and waited["workers"] >= 0.19
