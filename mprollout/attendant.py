@@ -18,7 +18,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -241,3 +241,35 @@ class Attendant:
         code = self.keeper.exit_code
         text = f"the keeper (pid {self.keeper.pid}) died{f' with exit code {code}' if code is not None else ''}; its workers ended with it"
         self._set_fault(KeeperLost(text, pid=self.keeper.pid, exit_code=code))
+
+
+class StartProgress:
+    """How many workers are ready, on a terminal's stderr; elsewhere the logger alone tells."""
+
+    def __init__(self, attendant: Attendant, wanted: bool) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self._count, self._attendant, self._began = attendant.segment.workers, attendant, time.monotonic()
+        self._status = console.status("starting the workers") if console.is_terminal and wanted else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def settled(self) -> bool:
+        """Every worker is ready or lost, and one at least is ready."""
+        states = [state.state for state in self._attendant.states.values()]
+        return len(states) == self._count and set(states) <= {"ready", "lost"} and "ready" in states
+
+    def show(self) -> None:
+        if self._status is not None:
+            ready = sum(state.state == "ready" for state in self._attendant.states.values())
+            self._status.update(
+                f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s"
+            )

@@ -23,7 +23,7 @@ import msgspec
 
 import mprollout
 from mprollout import _native, messages, pinned
-from mprollout.attendant import Attendant, log
+from mprollout.attendant import Attendant, StartProgress, log
 from mprollout.batch import Batch
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
 from mprollout.errors import (
@@ -148,7 +148,7 @@ class RolloutEngine:
                 self._keeper, self.source, self._gate, self._ledger, self.config, self._taker, self._waits
             )
             self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits, self._leased)
-            with _StartProgress(len(self.config.workers.devices), attendant, progress) as shown:
+            with StartProgress(attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
             self.close()
@@ -425,35 +425,3 @@ class RolloutEngine:
                 "the engine is closed" if self._closed else "the engine is not started: use `with engine:` or start()"
             )
         return self._attendant, self._taker
-
-
-class _StartProgress:
-    """How many workers are ready, on a terminal's stderr; elsewhere the logger alone tells."""
-
-    def __init__(self, count: int, attendant: Attendant, wanted: bool) -> None:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        self._count, self._attendant, self._began = count, attendant, time.monotonic()
-        self._status = console.status("starting the workers") if console.is_terminal and wanted else None
-
-    def __enter__(self) -> Self:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def settled(self) -> bool:
-        """Every worker is ready or lost, and one at least is ready."""
-        states = [state.state for state in self._attendant.states.values()]
-        return len(states) == self._count and set(states) <= {"ready", "lost"} and "ready" in states
-
-    def show(self) -> None:
-        if self._status is not None:
-            ready = sum(state.state == "ready" for state in self._attendant.states.values())
-            self._status.update(
-                f"starting the workers: {ready} of {self._count} ready, {time.monotonic() - self._began:.0f} s"
-            )
