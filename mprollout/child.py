@@ -64,6 +64,7 @@ class Worker:
         self.process = subprocess.Popen(
             [
                 sys.executable,
+                "-P",  # what lies in the current folder is none of its modules
                 "-m",
                 "mprollout.worker_process",
                 str(theirs.fileno()),

@@ -1,7 +1,7 @@
 """From a setting to a function of the user's: `"module:function"`, or the function itself, to be run in another process.
 
     check_function   in the trainer, before anything starts; imports nothing of the user's
-    load_function    in the process that runs it
+    load_function    in the process that runs it (`main_of`, `import_main`: a function of the user's script is found there)
 
 Every setting that takes a function goes through here (reward, filter, rollout), so that all give the same answers to the same mistakes.
 """
@@ -113,6 +113,27 @@ def load_function(
             raise ConfigError(f"{field}={spec!r} must name a function; it is {found!r}")
         check_arguments(field, spec, found, arguments, kwargs)
     return functools.partial(found, **kwargs) if kwargs else found
+
+
+def main_of(*functions: Any) -> tuple[str | None, str | None]:
+    """Module name (of `python -m`) and path of this process's `__main__`, for `import_main`; nothing where it defines none of the functions."""
+    if not any(getattr(function, "__module__", None) in ("__main__", "__mp_main__") for function in functions):
+        return None, None
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(getattr(main, "__spec__", None), "name", None), os.path.abspath(path) if path else None
+
+
+def import_main(name: str | None, path: str | None) -> None:
+    """Make the user's script importable as `__main__`, as multiprocessing's spawn does, so that its functions unpickle."""
+    if name is None and path is None:
+        return
+    from multiprocessing import spawn
+
+    if name is not None:  # python -m package.module
+        spawn._fixup_main_from_name(name)  # type: ignore[attr-defined]
+    else:
+        spawn._fixup_main_from_path(path)  # type: ignore[attr-defined]
 
 
 def is_async(function: Callable[..., Any]) -> bool:

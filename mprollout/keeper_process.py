@@ -26,6 +26,7 @@ from mprollout.config import EngineConfig, SourceConfig
 from mprollout.door import knock
 from mprollout.errors import ConfigError, KeeperLost
 from mprollout.folders import remove_folder
+from mprollout.functions import main_of
 from mprollout.keeper import KeeperRecord
 from mprollout.ring import Plan, WorkerWord, segment_arguments
 
@@ -75,7 +76,7 @@ class KeeperProcess:
             if record.run_dir is not None:  # it may outlive the trainer, whose pipes it must not hold open
                 log = stack.enter_context(open(Path(record.run_dir) / "logs" / "keeper.log", "ab"))
             process = subprocess.Popen(
-                [sys.executable, "-m", "mprollout.keeper", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "mprollout.keeper", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the keeper in order
                 stdin=subprocess.DEVNULL,
@@ -247,10 +248,5 @@ def _worker_record(config: EngineConfig) -> bytes:
     """(main's module name, its path, sys.path, config): the config by pickle, since it may name the user's functions; rows travel one by one."""
     source = msgspec.structs.replace(config.source, path="-", rows=None, reasoning_gym=None)
     pickled = _pickled(msgspec.structs.replace(config, source=source))
-    main = sys.modules["__main__"]
-    name = getattr(getattr(main, "__spec__", None), "name", None)
-    path = getattr(main, "__file__", None)
-    functions = (config.reward.function, config.filter.function, config.rollout)
-    if not any(getattr(function, "__module__", None) == "__main__" for function in functions):
-        name = path = None
-    return pickle.dumps((name, os.path.abspath(path) if path else None, sys.path, pickled))
+    main = main_of(config.reward.function, config.filter.function, config.rollout)
+    return pickle.dumps((*main, sys.path, pickled))

@@ -15,24 +15,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import multiprocessing
+import os
 import pickle
-import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
-from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-import mprollout
+from mprollout import messages
 from mprollout.config import FilterConfig, RewardConfig
 from mprollout.errors import EngineClosed
-from mprollout.filter import filter_job
-from mprollout.functions import is_async
+from mprollout.functions import is_async, main_of
 from mprollout.reward import (
     FilterFailed,
-    Job,
     Outcome,
     RewardInput,
     RewardRaised,
@@ -40,7 +38,6 @@ from mprollout.reward import (
     checked_numbers,
     failure_of,
     resolve,
-    reward_job,
     where,
 )
 
@@ -51,7 +48,6 @@ START_TIMEOUT_S = 120.0
 """Longest start of a reward process, the import of the function's module included; not counted against `timeout_s`."""
 
 
-T = TypeVar("T")
 _Request = tuple[str, list[RewardInput], list[float]]
 _RAISED = {"reward": RewardRaised, "filter": FilterFailed}
 
@@ -59,57 +55,20 @@ _RAISED = {"reward": RewardRaised, "filter": FilterFailed}
 # --- one process --------------------------------------------------------------------------------------------------------
 
 
-def _serve(connection: socket.socket, pickled: bytes) -> None:
-    """A reward process: loads its functions, says that it is ready, then answers one call after the other until the end of file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which ends its workers in order
-    mprollout._inside = "a reward process"
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler inherited from SGLang's process would not end a hung call
-
-    def attempt(work: Callable[[], T]) -> T | Outcome:
-        try:
-            return work()
-        except BaseException as error:  # SystemExit too: the caller is told, the process lives to tell it
-            return failure_of(error)
-
-    jobs: dict[str, Job | Outcome] = {}
-    made = attempt(lambda: _makers(pickled))
-    if isinstance(made, dict):
-        jobs = {what: attempt(make) for what, make in made.items()}
-    else:
-        jobs = {"reward": made, "filter": made}
-    with connection, connection.makefile("rb") as calls:
-        connection.sendall(_frame(b""))
-        while calls.peek(1):
-            what, samples, rewards = pickle.load(calls)
-            job = jobs[what]
-            outcome = job if isinstance(job, Outcome) else attempt(lambda: job(samples, rewards))  # noqa: B023
-            connection.sendall(_frame(msgspec.msgpack.encode(outcome)))
-
-
-def _makers(pickled: bytes) -> dict[str, Callable[[], Job]]:
-    reward, filter_ = pickle.loads(pickled)
-    makers: dict[str, Callable[[], Job]] = {"reward": lambda: reward_job(reward)}
-    if filter_.function is not None:
-        makers["filter"] = lambda: filter_job(filter_)
-    return makers
-
-
-def _frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(4, "little") + payload
-
-
 class _Process:
     """The pool's end of one reward process. Used by one call at a time; `kill` may come at any moment."""
 
-    def __init__(self, pickled: bytes) -> None:
+    def __init__(self, record: int) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._ready = False
-        # not daemonic: reward functions may start processes of their own
-        spawn = multiprocessing.get_context("spawn")
-        self.process = spawn.Process(target=_serve, args=(theirs, pickled), name="mprollout-reward")
         with theirs:
-            self.process.start()
+            fds = (theirs.fileno(), record)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mprollout.reward_process", *map(str, fds), str(os.getpid())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+            )
 
     async def ready(self) -> None:
         """Returns when the process has made its function, or could not; raises EOFError when it died."""
@@ -173,10 +132,11 @@ class RewardPool:
         self._async: Callable[..., Awaitable[Any]] | None = function if is_async(function) else None
         self._inline = function if config.function == "exact" else None
         self._async_places, self._places = asyncio.Semaphore(config.max_concurrency), asyncio.Semaphore(config.workers)
-        self._pickled = pickle.dumps((config, self._filter))
+        main = main_of(config.function, self._filter.function)
+        self._record = messages.blob(pickle.dumps((*main, sys.path, pickle.dumps((config, self._filter)))))
         self._idle: list[_Process] = []  # started, and without a call
         self._processes: set[_Process] = set()  # idle or serving
-        self._killed: list[SpawnProcess] = []  # not yet reaped
+        self._killed: list[subprocess.Popen[bytes]] = []  # not yet reaped
         self._calls: set[asyncio.Task[Outcome]] = set()
         self._closed = False
 
@@ -185,7 +145,6 @@ class RewardPool:
         needed = (self._async is None and self._inline is None) or self._filter.function is not None
         if needed and not self._processes and not self._closed:
             self._idle = [self._start() for _ in range(self._config.workers)]
-            # after the first start, so that it runs before multiprocessing's own hook, which joins a hung process for ever
             atexit.register(self.close)
 
     async def score_one(self, sample: RewardInput) -> float:
@@ -224,7 +183,8 @@ class RewardPool:
         for process in self._idle:
             process.discard()
         for killed in (*self._killed, *(process.process for process in self._processes)):
-            killed.join()  # SIGKILL was sent: no running function is waited for
+            killed.wait()  # SIGKILL was sent: no running function is waited for
+        os.close(self._record)
 
     async def _score(self, samples: list[RewardInput]) -> list[float]:
         if self._closed:
@@ -299,8 +259,7 @@ class RewardPool:
             if self._closed:
                 raise EngineClosed("the reward pool was closed while it scored") from error
             process.kill()  # it may have closed its socket and live on
-            process.process.join()
-            died = f"the {what}'s process {process.process.pid} died with exit code {process.process.exitcode}"
+            died = f"the {what}'s process {process.process.pid} died with exit code {process.process.wait()}"
             raise _RAISED[what](f"{where(samples)}: {died}") from error
 
     def _give_back(self, process: _Process, reusable: bool) -> None:
@@ -311,13 +270,11 @@ class RewardPool:
         if not self._closed:
             self._processes.remove(process)
             self._killed.append(process.process)
-            for killed in [one for one in self._killed if not one.is_alive()]:  # reaps
-                self._killed.remove(killed)
-                killed.close()
+            self._killed = [one for one in self._killed if one.poll() is None]  # reaps
             with contextlib.suppress(OSError):  # no process to be had now: the next call tries again, and says so
                 self._idle.append(self._start())
 
     def _start(self) -> _Process:
-        process = _Process(self._pickled)
+        process = _Process(self._record)
         self._processes.add(process)
         return process

@@ -6,23 +6,24 @@
 Invariant: what a request yields depends on `(config.seed, request.seed)` alone, never on timing; timing decides only how
 much of it is there at an abort and which version made which part. `_Run.made`, the one place where progress is
 counted, guarantees it: it moves forward a prefix of tokens that were drawn before the first wait.
-Imports neither torch nor sglang.
+Imports neither torch nor sglang nor numpy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import heapq
 import itertools
 import json
 import math
 import os
+import random
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from mprollout.generator import FinishReason, GenerateRequest, Generation, Generator, PauseMode, VersionSpan
 from mprollout.weights import check_parameters
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 FAULTS = ("exception", "abort", "swallow", "die", "hang", "slow", "short")
 """Raises, is aborted by the engine, never answers, kills its process, blocks the event loop; takes 20 times as long, misses a logprob."""
 SLOWNESS = 20.0
+_LOGPROBS = [math.log((i + 0.5) / 4096) for i in range(4096)]
+"""Quantiles of -Exp(1): a draw from them costs a third of its logarithm."""
 
 
 class ByteTokenizer:
@@ -139,15 +142,17 @@ class _Run:
     """One request under way: what it will say, how far it is, which version said which part."""
 
     def __init__(self, config: SimulatedConfig, request: GenerateRequest, eos_id: int, decode: _Clock) -> None:
-        rng = np.random.default_rng([config.seed, request.seed])
+        rng = random.Random(f"{config.seed}/{request.seed}")  # not numpy's: its import costs more than a worker's start
         sampling = request.sampling
         if config.lengths:
-            wanted = max(1, config.lengths[int(rng.integers(len(config.lengths)))])
+            wanted = max(1, rng.choice(config.lengths))
         else:
-            wanted = max(1, round(config.mean_tokens * math.exp(rng.normal(-(config.sigma**2) / 2, config.sigma))))
+            wanted = max(1, round(config.mean_tokens * math.exp(rng.gauss(-(config.sigma**2) / 2, config.sigma))))
         n = request.max_new_tokens if sampling.ignore_eos else min(wanted, request.max_new_tokens)
-        tokens = rng.integers(0, config.vocab_size - 1, n)
-        tokens += tokens >= eos_id  # the EOS comes once, at the end
+        last = config.vocab_size - 1
+        words = array("I", rng.randbytes(4 * n))
+        # the EOS comes once, at the end
+        tokens = [last if (token := word % last) == eos_id else token for word in words]
         self.finish_reason: FinishReason = (
             "stop" if wanted <= request.max_new_tokens and not sampling.ignore_eos else "length"
         )
@@ -155,18 +160,18 @@ class _Run:
         if self.finish_reason == "stop":
             tokens[-1] = self.matched_stop = eos_id
         if sampling.stop_token_ids and not sampling.ignore_eos:
-            hits = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids))
-            if len(hits):
-                tokens = tokens[: hits[0] + 1]
-                self.finish_reason, self.matched_stop = "stop", int(tokens[-1])
-        self.token_ids: list[int] = tokens.tolist()
-        self.logprobs: list[float] = (-rng.exponential(1.0, len(tokens))).tolist()
+            hit = next((at for at, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
+            if hit is not None:
+                del tokens[hit + 1 :]
+                self.finish_reason, self.matched_stop = "stop", tokens[-1]
+        self.token_ids: list[int] = tokens
+        self.logprobs: list[float] = rng.choices(_LOGPROBS, k=len(tokens))
 
-        bounds = np.cumsum([config.faults.get(fault, 0.0) for fault in FAULTS])
-        kind = int(np.searchsorted(bounds, rng.random(), side="right"))
+        bounds = list(itertools.accumulate(config.faults.get(fault, 0.0) for fault in FAULTS))
+        kind = bisect.bisect_right(bounds, rng.random())
         self.fault = FAULTS[kind] if kind < len(FAULTS) else None
         ends_early = self.fault in ("exception", "abort", "swallow", "die", "hang")
-        self.target = int(rng.integers(0, len(tokens) + 1)) if ends_early else len(tokens)
+        self.target = rng.randint(0, len(tokens)) if ends_early else len(tokens)
         """Tokens after which the run ends: all of them, or those before its fault."""
 
         self.spans: list[VersionSpan] = []

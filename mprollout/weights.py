@@ -10,7 +10,7 @@ Layout (little-endian; a footer instead of a header, because a stream's names ar
 
 Invariant: a `StagedWeights` that exists is whole and can no longer change. The seals (no write, grow or shrink) guarantee the
 second; `StagedWeights.open` checks seals, magic, every offset and the checksum, which guarantees the first. The memory is gone with the last
-descriptor and view, `kill -9` included. torch is imported only when tensors are touched.
+descriptor and view, `kill -9` included. torch and numpy are imported only when tensors are touched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from mprollout.errors import MemoryBudgetError
 from mprollout.ring import memory_limit
@@ -119,6 +118,7 @@ class StagedWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, CPU tensor) one by one: read-only views of the mapping, no copy. Writing to one is a segmentation fault."""
+        import numpy as np
         import torch
 
         if self._mapping is None:

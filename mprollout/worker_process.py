@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing.spawn
 import os
 import pickle
 import socket
@@ -22,6 +21,7 @@ import mprollout
 from mprollout import _native, messages
 from mprollout.config import EngineConfig, SimulatedConfig
 from mprollout.errors import MprolloutError
+from mprollout.functions import import_main
 from mprollout.orphans import patch_spawn
 
 if TYPE_CHECKING:
@@ -47,14 +47,6 @@ def make_generator(config: EngineConfig, index: int) -> Generator:
         max_running_samples=config.workers.max_running_samples,
         seed=derive_seed(config.seed, index),
     )
-
-
-def import_main(name: str | None, path: str | None) -> None:
-    """Make the user's script importable as `__main__`, as multiprocessing's spawn does, so that its functions unpickle."""
-    if name is not None:  # python -m package.module
-        multiprocessing.spawn._fixup_main_from_name(name)  # type: ignore[attr-defined]
-    elif path is not None:
-        multiprocessing.spawn._fixup_main_from_path(path)  # type: ignore[attr-defined]
 
 
 async def live(index: int, channel: messages.Channel, fds: list[int]) -> None:
