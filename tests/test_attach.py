@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engines import attachable, descendants, drain, until
+from engines import attachable, descendants, drain, until, write_safetensors
 
 import mprollout as mp
 from mprollout.audit import prove
@@ -36,9 +36,7 @@ if __name__ == "__main__":
         trained.append(batch.tickets)
         kept.append(batch) if step >= {saved} and {keep} else batch.release()
         if engine.config.gate.max_lag is not None:
-            import torch  # some seconds of a script's start
-
-            engine.update_weights({{"w": torch.zeros(4)}})
+            engine.update_weights({run_dir!r} + "/weights")
         if step + 1 == {saved}:
             state = engine.state_dict()
             engine.confirm(state)
@@ -51,8 +49,8 @@ def trainer(
     tmp_path: Path, steps: int, saved: int, keep: bool = True, **changes: Any
 ) -> tuple[subprocess.Popen[str], list[Any]]:
     """A trainer that has taken `steps` batches, its checkpoint being of step `saved`; what it says of itself."""
-    tmp_path.mkdir(exist_ok=True)
     script = tmp_path / "train.py"
+    write_safetensors(tmp_path / "weights")
     tests = str(Path(__file__).parent)
     text = SCRIPT.format(tests=tests, run_dir=str(tmp_path), steps=steps, saved=saved, keep=keep, changes=changes)
     script.write_text(textwrap.dedent(text))

@@ -11,11 +11,12 @@ import threading
 import time
 from pathlib import Path
 
-import engines
 import numpy as np
 import psutil
 import pytest
-from engines import config, descendants, drain, until
+import rewards
+from engines import TWO_WORKERS, config, descendants, drain, until, write_safetensors
+from played import played
 
 import mprollout as mp
 from mprollout.ring import check_memory, memory_limit, plan
@@ -37,7 +38,7 @@ def test_import_is_light():
 
 
 def test_every_row_is_taken_once_and_the_payload_is_what_the_reward_saw():
-    with mp.RolloutEngine(config()) as engine:
+    with mp.RolloutEngine(config(workers=TWO_WORKERS, reward=mp.RewardConfig(rewards.length))) as engine:
         tickets = []
         for _ in range(10):
             with engine.get(4, timeout=20) as batch:
@@ -126,13 +127,15 @@ def test_all_workers_lost_reaches_get_with_pid_and_exit_code():
 
 def test_exhausted_data_says_what_is_left_and_lets_it_be_drained():
     """NeMo-RL#2899: one epoch, more asked: DataExhausted within 1 s; the rest can be drained."""
-    with mp.RolloutEngine(config(rows=6)) as engine:
-        engine.get(4, timeout=20).release()
+    with played(rows=6) as on:
+        on.publish(4)
+        on.engine.get(4, timeout=20).release()
         start = time.monotonic()
         with pytest.raises(mp.DataExhausted, match="6 rows, epochs=1") as caught:
-            engine.get(4)
+            on.engine.get(4)
         assert time.monotonic() - start < 1
-        assert len(engine.get(caught.value.available, timeout=20)) == 2
+        on.publish(2)
+        assert len(on.engine.get(caught.value.available, timeout=20)) == 2
 
 
 def test_endless_epochs_iterate_again():
@@ -155,7 +158,7 @@ def test_endless_epochs_iterate_again():
 def test_a_prompt_that_always_fails_ends_failed_and_the_others_are_served():
     """NeMo-RL#3938: FAILED after r attempts with its error; its capacity is freed."""
     with mp.RolloutEngine(
-        config(reward=mp.RewardConfig(engines.broken_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
+        config(reward=mp.RewardConfig(rewards.broken_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
     ) as engine:
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
         assert engine.stats().outcomes == {"taken": 39, "failed:reward": 1}
@@ -164,17 +167,17 @@ def test_a_prompt_that_always_fails_ends_failed_and_the_others_are_served():
 
 def test_a_broken_reward_raises_its_own_traceback_in_get():
     """slime#2399, miles#1717: a permanently broken reward reaches get within 5 s."""
-    with mp.RolloutEngine(config(reward=mp.RewardConfig(engines.broken))) as engine:
+    with mp.RolloutEngine(config(reward=mp.RewardConfig(rewards.broken))) as engine:
         start = time.monotonic()
         with pytest.raises(mp.RewardFault, match="this reward is broken for good") as caught:
             engine.get(4, timeout=30)
         assert time.monotonic() - start < 5
-        assert "ZeroDivisionError" in caught.value.worker_traceback and "engines.py" in caught.value.worker_traceback
+        assert "ZeroDivisionError" in caught.value.worker_traceback and "rewards.py" in caught.value.worker_traceback
 
 
 def test_a_nan_reward_is_an_error_with_the_sample_never_zero():
     with mp.RolloutEngine(
-        config(reward=mp.RewardConfig(engines.nan_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
+        config(reward=mp.RewardConfig(rewards.nan_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
     ) as engine:
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
         assert "nan" in engine._attendant.notes[3].error and "sample 1" in engine._attendant.notes[3].error
@@ -182,7 +185,7 @@ def test_a_nan_reward_is_an_error_with_the_sample_never_zero():
 
 def test_a_wrong_number_of_rewards_is_an_error():
     changes = {
-        "reward": mp.RewardConfig(engines.one_reward_too_many, per="group"),
+        "reward": mp.RewardConfig(rewards.one_reward_too_many, per="group"),
         "fault": mp.FaultConfig(retry_delay_s=0.01),
     }
     with mp.RolloutEngine(config(**changes)) as engine, pytest.raises(mp.RewardFault, match="one reward a sample"):
@@ -191,7 +194,7 @@ def test_a_wrong_number_of_rewards_is_an_error():
 
 def test_group_rewards_score_all_samples_of_a_group_together():
     with (
-        mp.RolloutEngine(config(reward=mp.RewardConfig(engines.rank, per="group"))) as engine,
+        mp.RolloutEngine(config(reward=mp.RewardConfig(rewards.rank, per="group"))) as engine,
         engine.get(4, timeout=20) as batch,
     ):
         assert all(group.rewards.tolist() == [0, 1, 2, 3] for group in batch)
@@ -199,7 +202,8 @@ def test_group_rewards_score_all_samples_of_a_group_together():
 
 def test_a_killed_workers_tickets_come_again_and_none_twice():
     """slime#1615: kill -9 of 1 of 2 workers mid-run: its tickets once more, exactly n delivered, none twice."""
-    with mp.RolloutEngine(config(rows=200, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=300))) as engine:
+    slow = mp.SimulatedConfig(mean_tokens=12, tokens_per_s=300)
+    with mp.RolloutEngine(config(rows=200, workers=TWO_WORKERS, generator=slow)) as engine:
         tickets = engine.get(8, timeout=20).tickets
         until(lambda: engine.stats().workers[0].running_samples > 0, "worker 0 runs samples")
         os.kill(engine.stats().workers[0].pid, signal.SIGKILL)
@@ -229,7 +233,7 @@ def test_a_storm_of_worker_deaths_loses_and_doubles_nothing():
 
 def test_a_worker_killed_while_starting_is_started_again():
     """sglang#23627: a death in start-up leaves nothing and is retried."""
-    engine = mp.RolloutEngine(config(generator=mp.SimulatedConfig(start_s=0.8)))
+    engine = mp.RolloutEngine(config(workers=TWO_WORKERS, generator=mp.SimulatedConfig(start_s=0.8)))
     thread = threading.Thread(target=engine.start)
     thread.start()
     until(lambda: engine._attendant and len(engine._attendant.states) == 2, "both workers are starting")
@@ -243,9 +247,15 @@ def test_a_worker_killed_while_starting_is_started_again():
 
 
 def test_the_keepers_death_is_a_typed_error_and_ends_the_workers():
-    with mp.RolloutEngine(config(generator=mp.SimulatedConfig(tokens_per_s=1.0))) as engine:
+    changes = {
+        "workers": TWO_WORKERS,
+        "reward": mp.RewardConfig(rewards.length),
+        "generator": mp.SimulatedConfig(tokens_per_s=1.0),
+    }
+    with mp.RolloutEngine(config(**changes)) as engine:
         workers = [psutil.Process(worker.pid) for worker in engine.stats().workers]
         children = [child for worker in workers for child in worker.children(recursive=True)]
+        assert len(workers + children) == 4  # a reward process each
         os.kill(engine._keeper.pid, signal.SIGKILL)
         with pytest.raises(mp.KeeperLost, match="exit code -9"):
             engine.get(4, timeout=30)
@@ -256,10 +266,11 @@ def test_the_keepers_death_is_a_typed_error_and_ends_the_workers():
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-import mprollout as mp, engines
+import mprollout as mp, engines, rewards
 def main():
+    changes = {{"workers": engines.TWO_WORKERS, "reward": mp.RewardConfig(rewards.length)}}
     slow = mp.SimulatedConfig(start_s={start_s}, update_s={update_s}, tokens_per_s={tokens_per_s}, mean_tokens=12)
-    with mp.RolloutEngine(engines.config(rows=100000, generator=slow)) as engine:
+    with mp.RolloutEngine(engines.config(rows=100000, generator=slow, **changes)) as engine:
         print("started", flush=True)
         {body}
 if __name__ == "__main__":
@@ -273,7 +284,7 @@ BODIES = {
         0.0,
         60.0,
         100.0,
-        'import torch; print("phase", flush=True); engine.update_weights({"w": torch.zeros(3)})',
+        'print("phase", flush=True); engine.update_weights({weights!r})',
     ),
 }
 
@@ -281,12 +292,11 @@ BODIES = {
 def run_phase(tmp_path: Path, phase: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A trainer in its own process that has reached `phase`, and all processes below it."""
     start_s, update_s, tokens_per_s, body = BODIES[phase]
-    script = tmp_path / "train.py"
-    script.write_text(
-        SCRIPT.format(
-            tests=str(Path(__file__).parent), start_s=start_s, update_s=update_s, tokens_per_s=tokens_per_s, body=body
-        )
-    )
+    script, weights = tmp_path / "train.py", tmp_path / "weights"
+    write_safetensors(weights)
+    settings = {"start_s": start_s, "update_s": update_s, "tokens_per_s": tokens_per_s}
+    body = body.format(weights=str(weights))
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), body=body, **settings))
     trainer = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -388,7 +398,7 @@ def test_a_group_beyond_its_extent_fails_with_both_sizes_and_the_ring_goes_on():
 def test_a_step_completes_although_a_group_failed_for_good():
     """max_lag=0, groups of 8 a step, one group FAILED: the step still has 8 (its credit came back)."""
     changes = {
-        "reward": mp.RewardConfig(engines.broken_for_row_3),
+        "reward": mp.RewardConfig(rewards.broken_for_row_3),
         "fault": mp.FaultConfig(retry_delay_s=0.01),
         "gate": mp.GateConfig(groups_per_update=8, max_lag=0),
     }
@@ -402,6 +412,7 @@ def test_with_a_lag_bound_groups_come_in_ticket_order_and_lag_is_bounded():
 
     for max_lag in (0, 2):
         changes = {
+            "workers": TWO_WORKERS,
             "gate": mp.GateConfig(groups_per_update=4, max_lag=max_lag),
             "generator": mp.SimulatedConfig(mean_tokens=20, sigma=1.0, tokens_per_s=3000),
         }
@@ -418,20 +429,21 @@ def test_with_a_lag_bound_groups_come_in_ticket_order_and_lag_is_bounded():
 
 
 def test_a_get_that_credit_can_never_meet_raises_at_once_with_the_numbers():
-    with mp.RolloutEngine(config(gate=mp.GateConfig(groups_per_update=4, max_lag=0))) as engine:
+    with played(gate=mp.GateConfig(groups_per_update=4, max_lag=0)) as on:
         with pytest.raises(mp.GateStarved, match=r"get\(5\).*max_live_groups=4"):
-            engine.get(5)
-        engine.get(4, timeout=20).release()
+            on.engine.get(5)
+        on.publish(4)
+        on.engine.get(4, timeout=20).release()
         with pytest.raises(mp.GateStarved, match="call update_weights first"):
-            engine.get(4)
+            on.engine.get(4)
 
 
 def test_an_update_without_its_groups_is_refused_under_a_lag_bound():
     import torch
 
     gate = mp.GateConfig(groups_per_update=4, max_lag=1)
-    with mp.RolloutEngine(config(gate=gate)) as engine, pytest.raises(mp.ConfigError, match="update_weights refused"):
-        engine.update_weights({"w": torch.zeros(1)})
+    with played(gate=gate) as on, pytest.raises(mp.ConfigError, match="update_weights refused"):
+        on.engine.update_weights({"w": torch.zeros(1)})
 
 
 def test_the_gate_can_wait_for_the_first_weights():
@@ -490,7 +502,8 @@ def test_a_get_that_only_a_release_could_meet_says_so():
 
 def test_a_timeout_names_what_each_worker_does_and_consumes_nothing():
     """vllm#46611."""
-    with mp.RolloutEngine(config(generator=mp.SimulatedConfig(tokens_per_s=0.5))) as engine:
+    slow = mp.SimulatedConfig(tokens_per_s=0.5)
+    with mp.RolloutEngine(config(workers=TWO_WORKERS, generator=slow)) as engine:
         with pytest.raises(
             mp.GetTimeout, match=r"get\(4\): 0 groups .* worker 1 \(pid \d+\) ready, \d+ samples running"
         ):
@@ -499,18 +512,15 @@ def test_a_timeout_names_what_each_worker_does_and_consumes_nothing():
 
 
 def test_a_second_get_at_once_is_an_error():
-    with mp.RolloutEngine(config(generator=mp.SimulatedConfig(tokens_per_s=0.5))) as engine:
-
-        def wait_in_vain():
-            with pytest.raises(mp.GetTimeout):
-                engine.get(4, timeout=1.0)
-
-        first = threading.Thread(target=wait_in_vain)
+    with played() as on:
+        first = threading.Thread(target=lambda: on.engine.get(4, timeout=20).release())
         first.start()
-        until(lambda: engine._in_get is not None, "the first get is under way")
+        until(lambda: on.engine._in_get is not None, "the first get is under way")
         with pytest.raises(mp.ConcurrentGet):
-            engine.get(4)
+            on.engine.get(4)
+        on.publish(4)
         first.join()
+        assert on.engine.stats().taken == 4
 
 
 def test_a_state_resumes_with_every_ticket_exactly_once():
@@ -531,14 +541,14 @@ def test_a_state_resumes_with_every_ticket_exactly_once():
 
 
 def test_a_state_of_other_data_is_refused():
-    with mp.RolloutEngine(config()) as engine:
-        state = engine.state_dict()
+    with played() as on:
+        state = on.engine.state_dict()
     with pytest.raises(mp.ConfigError, match="made over source"):
         mp.RolloutEngine(config(rows=41)).load_state_dict(state)
 
 
 def test_evaluation_is_beside_the_ring():
-    with mp.RolloutEngine(config()) as engine:
+    with mp.RolloutEngine(config(workers=TWO_WORKERS)) as engine:
         result = engine.evaluate(
             [{"prompt": f"held out {i}"} for i in range(7)],
             mp.SamplingConfig(group_size=3, max_new_tokens=8),
@@ -647,7 +657,7 @@ def test_the_engines_share_of_the_trainer_process_is_small():
 
 
 def test_places_that_the_gate_cannot_fill_are_warned_about(caplog):
-    mp.RolloutEngine(config(gate=mp.GateConfig(groups_per_update=2, max_lag=1)))
+    mp.RolloutEngine(config(workers=TWO_WORKERS, gate=mp.GateConfig(groups_per_update=2, max_lag=1)))
     assert (
         "4 live groups of 4 samples cannot keep 2 workers x 16 sample places busy: 16 of 32 places stay empty"
         in caplog.text

@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 
-import engines
 import pytest
+import rewards
 from engines import config, drain, until
 from played import played
 
@@ -22,8 +22,8 @@ SHORT = mp.SamplingConfig(group_size=2, max_new_tokens=4)
 def test_an_evaluation_has_its_own_rows_settings_and_failures():
     changes = {
         "generator": mp.SimulatedConfig(mean_tokens=12, context_length=1000),
-        "reward": mp.RewardConfig(engines.judge_group, per="group"),
-        "rollout": engines.echo,
+        "reward": mp.RewardConfig(rewards.judge_group, per="group"),
+        "rollout": rewards.echo,
         "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=16),
     }
     with mp.RolloutEngine(config(rows=12, **changes)) as engine:
@@ -54,7 +54,7 @@ def test_an_evaluation_has_its_own_rows_settings_and_failures():
         for _ in range(2 * engine.config.fault.max_consecutive_failures):
             with pytest.raises(mp.EngineFault, match="there is no judge for this row") as caught:
                 engine.evaluate([{"prompt": "one", "judge": "absent"}], SHORT, timeout=20)
-        assert caught.value.worker == 0 and "engines.py" in caught.value.worker_traceback
+        assert caught.value.worker == 0 and "rewards.py" in caught.value.worker_traceback
         with pytest.raises(
             mp.ConfigError, match=r"evaluate\(sampling\): expected a SamplingConfig; got \{'group_size'"
         ):

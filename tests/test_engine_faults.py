@@ -6,8 +6,8 @@ import array
 import asyncio
 from typing import Any
 
-import engines
 import pytest
+import rewards
 from engines import config, drain, until
 from played import played
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_poison_prompt_takes_no_other_with_it_and_costs_no_restart():
     """Its worker dies with it and its neighbours twice; then it runs alone, dies again, and it alone is given up."""
     changes = {
-        "rollout": engines.poisonous_row_0,
+        "rollout": rewards.poisonous_row_0,
         "reward": mp.RewardConfig("exact"),
         "generator": mp.SimulatedConfig(
             mean_tokens=12, sigma=0.0, tokens_per_s=100
@@ -41,7 +41,7 @@ def test_a_poison_prompt_takes_no_other_with_it_and_costs_no_restart():
 def test_two_short_outages_of_a_reward_cost_their_prompts_and_are_no_fault():
     """Five prompts in a row fail, twice: together more than max_consecutive_failures, but groups came between them."""
     changes = {
-        "reward": mp.RewardConfig(engines.down_twice),
+        "reward": mp.RewardConfig(rewards.down_twice),
         "sampling": mp.SamplingConfig(group_size=1),
         "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=1),
         "gate": mp.GateConfig(max_live_groups=1),
@@ -177,9 +177,9 @@ def test_whatever_an_async_function_raises_fails_its_own_sample_alone(where, wha
 
     reward = mp.RewardConfig(judge, kwargs={"what": what if where == "reward" else ""})
     if where == "rollout":
-        reward = mp.RewardConfig(engines.async_index)
-    rewards, told = asyncio.run(run_group(reward, rollout, "shrink"))
-    assert rewards == [0.0, 2.0, 3.0]
+        reward = mp.RewardConfig(rewards.async_index)
+    made, told = asyncio.run(run_group(reward, rollout, "shrink"))
+    assert made == [0.0, 2.0, 3.0]
     assert len(told) == 1 and "sample 1 of 4" in told[0]
     with pytest.raises(Exception, match="no answer" if what == "error" else RAISED[what].__name__):
         asyncio.run(run_group(reward, rollout, "retry"))

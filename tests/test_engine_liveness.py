@@ -63,7 +63,7 @@ def test_a_judge_that_sleeps_keeps_nobody_waiting_who_does_not_need_it() -> None
 def test_a_stopped_worker_delays_only_its_own_and_resumes() -> None:
     """cloudtoid/interprocess#56: SIGSTOP, then SIGCONT: nothing of it is taken away meanwhile, nothing is made twice."""
     changes = {"generator": mp.SimulatedConfig(mean_tokens=12, tokens_per_s=400)}
-    with mp.RolloutEngine(engines.config(rows=80, **changes)) as engine:
+    with mp.RolloutEngine(engines.config(rows=80, workers=engines.TWO_WORKERS, **changes)) as engine:
         tickets = engine.get(4, timeout=20).tickets
         stopped = engine.stats().workers[0]
         os.kill(stopped.pid, signal.SIGSTOP)

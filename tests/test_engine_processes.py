@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import engines
 import psutil
 import pytest
+import rewards
 import torch
 from engines import config, descendants, drain, until
 from played import played
@@ -101,7 +101,7 @@ def test_an_engine_that_was_closed_or_never_started_says_so():
 def test_a_killed_keeper_leaves_neither_reward_processes_nor_what_they_started(seen):
     """sglang#40723, vllm#54002."""
     changes = {
-        "reward": mp.RewardConfig(engines.with_a_process),
+        "reward": mp.RewardConfig(rewards.with_a_process),
         "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=8),
         "gate": mp.GateConfig(max_live_groups=2),
         "sampling": mp.SamplingConfig(group_size=1),

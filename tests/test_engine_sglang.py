@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import pytest
 from conftest import session_processes
-from engines import descendants, length, until
+from engines import descendants, until
+from rewards import length
 
 import mprollout as mp
 from mprollout import record

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from engines import config, drain, until
+from engines import TWO_WORKERS, config, drain, until
 from played import Interrupter, PlayedKeeper, played
 
 import mprollout as mp
@@ -23,7 +23,7 @@ WEIGHTS = {"w": torch.zeros(2)}
 def test_a_late_an_interrupted_and_two_simultaneous_updates():
     """slime#2279: an update given up has no effect: workers go back, its number is gone, no lag is negative."""
     changes = {"generator": mp.SimulatedConfig(mean_tokens=12, tokens_per_s=200), "reward": mp.RewardConfig("exact")}
-    with mp.RolloutEngine(config(rows=100, **changes)) as engine:
+    with mp.RolloutEngine(config(rows=100, workers=TWO_WORKERS, **changes)) as engine:
 
         def suspend_worker_1(restarts: int) -> None:
             until(lambda: state_of(1) == (restarts, "ready"), "worker 1 is ready")

@@ -24,6 +24,7 @@ OF_ITS_MOMENT = {"outcomes", "progress_s", "workers"}
 
 def test_top_shows_what_the_engine_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {
+        "workers": engines.TWO_WORKERS,
         "generator": mp.SimulatedConfig(mean_tokens=12, faults={"abort": 0.05}),
         "fault": mp.FaultConfig(max_attempts=20, retry_delay_s=0.001),
         "run_dir": str(tmp_path),
@@ -68,7 +69,7 @@ def test_top_tells_who_keeps_the_trainer_waiting(tmp_path: Path, capsys: pytest.
             engine.get(4, timeout=0.6)
         seen = view.look()
         view.close()
-        assert seen["running_samples"] == 32
+        assert seen["running_samples"] == 16
         assert seen["progress_s"] > 0.5
         assert seen["live"] == 10
         oldest = seen["straggler"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engines import config
+from played import played
 
 import mprollout as mp
 from mprollout import _native, pinned
@@ -34,21 +35,24 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, cudart: Cudart) -> None:
 
 def test_without_cuda_the_ring_stays_unpinned_and_says_so(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with mp.RolloutEngine(config()) as engine, caplog.at_level(logging.WARNING, "mprollout"):
-        assert engine.register_pinned() is False
+    with played() as on, caplog.at_level(logging.WARNING, "mprollout"):
+        assert on.engine.register_pinned() is False
         assert "not pinned: torch sees no CUDA device" in caplog.text
-        with engine.get(2, timeout=20) as batch:
+        on.publish(2)
+        with on.engine.get(2, timeout=20) as batch:
             assert len(batch) == 2
 
 
 def test_the_whole_mapping_is_registered_once_and_unregistered_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = Cudart()
     with_cuda(monkeypatch, cudart)
-    with mp.RolloutEngine(config()) as engine:
+    with played() as on:
+        engine = on.engine
         assert engine.register_pinned() is engine.register_pinned() is True
-        segment = engine._keeper.segment
+        segment = on.keeper.segment
         want = ("register", segment.address, segment.size_bytes, 0)
         assert cudart.calls == [want]
+        on.publish(2)
         batch = engine.get(2, timeout=20)
     assert cudart.calls == [want, ("unregister", want[1])]
     assert batch.rewards.size  # the views outlive it

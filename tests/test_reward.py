@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import pickle
 import signal
@@ -14,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import rewards
 
 from mprollout.config import RewardConfig, SourceConfig
 from mprollout.errors import ConfigError, EngineClosed, RewardError
@@ -27,65 +26,6 @@ from mprollout.source import Prompt, PromptSource
 def sample(text: str = "", answer: Any = None, index: int = 0, **fields: Any) -> RewardInput:
     prompt = Prompt(ticket=12, row=3, epoch=0, prompt="?", answer=answer, fields=fields)
     return RewardInput(prompt=prompt, text=text, token_ids=[1, 2], finish_reason="stop", index=index)
-
-
-# --- reward functions; the reward processes import them from this module ---
-
-
-def act(sample: RewardInput) -> Any:
-    """Does what the sample's text says."""
-    match sample.text.split(maxsplit=1):
-        case ["raise"]:
-            raise KeyError("the judge is broken")
-        case ["exit"]:
-            sys.exit(3)
-        case ["die"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        case ["hang"]:
-            while True:
-                try:
-                    time.sleep(1000)
-                except BaseException:  # deaf to everything but SIGKILL
-                    continue
-        case ["work", seconds]:
-            time.sleep(float(seconds))
-        case ["meet", fifo]:  # two calls meet at a pipe: each waits until the other is there
-            with open(fifo, "rb" if sample.index == 0 else "wb"):
-                pass
-        case ["hold", fifo]:  # says that it is at work, and stays so until it is told to go on
-            with open(fifo, "wb"), open(f"{fifo}.go", "rb"):
-                pass
-        case ["pid"]:
-            return os.getpid()
-    return 1.0
-
-
-def value(sample: RewardInput) -> Any:
-    return eval(sample.text, {"math": math, "np": np})
-
-
-def group_value(samples: list[RewardInput]) -> Any:
-    return eval(samples[0].text, {"math": math, "np": np, "samples": samples})
-
-
-def scaled(sample: RewardInput, *, by: float) -> float:
-    return len(sample.text) * by
-
-
-async def judge(sample: RewardInput) -> Any:
-    match sample.text:
-        case "hang":
-            await asyncio.Event().wait()
-        case "raise":
-            raise KeyError("the judge is broken")
-        case "own timeout":
-            raise TimeoutError("the judge's own")
-    return 0.5
-
-
-class Judge:
-    async def __call__(self, samples: list[RewardInput]) -> list[float]:
-        return [float(one.index) for one in samples]
 
 
 # --- running a pool ---
@@ -177,24 +117,26 @@ def test_a_row_without_an_answer_is_an_error_and_not_a_zero(name: str) -> None:
         resolve(RewardConfig(name))(sample("4"))
 
 
-@pytest.mark.parametrize("name", ["rearc", "chain_sum"])
-def test_row_is_scored_by_the_data_sets_own_scorer(pools: Any, name: str) -> None:
+def test_row_is_scored_by_the_data_sets_own_scorer(pools: Any) -> None:
     """`rearc` compares tuples, which msgpack makes lists of: the scorer must see the row as it was made. And without a
     seed, reasoning-gym would draw another one, and so other rows, in every process.
     """
     pool = pools("row")
-    prompt = Prompt.decode(PromptSource(SourceConfig(reasoning_gym=name, reasoning_gym_args={"size": 2})).encode(1))
 
-    async def scores() -> list[float]:
+    async def scores(prompt: Prompt) -> list[float]:
         texts = [f"<think>0</think><answer>\n{prompt.answer}</answer>", f" {prompt.answer}\n", "<answer>no</answer>"]
         return [
             await pool.score_one(RewardInput(prompt=prompt, text=text, token_ids=[], finish_reason="stop", index=0))
             for text in texts
         ]
 
-    right, bare, wrong = run(scores())
-    assert (right, bare) == (1.0, 1.0)
-    assert wrong < 0.2
+    async def scores_of_each() -> list[list[float]]:
+        sources = [SourceConfig(reasoning_gym=name, reasoning_gym_args={"size": 2}) for name in ("rearc", "chain_sum")]
+        return [await scores(Prompt.decode(PromptSource(source).encode(1))) for source in sources]
+
+    for right, bare, wrong in run(scores_of_each()):
+        assert (right, bare) == (1.0, 1.0)
+        assert wrong < 0.2
 
 
 def test_row_without_a_scorer_is_an_error() -> None:
@@ -217,8 +159,8 @@ def test_row_without_a_scorer_is_an_error() -> None:
         ("a-b:f", {}, 'must be "module:function"'),
         (7, {}, "must be a name or a function; got 7"),
         (lambda sample: 1.0, {}, r"no lambda.*RewardConfig\.kwargs"),
-        (scaled, {"kwargs": {"times": 2}}, r"called as f\(sample, times=\.\.\.\)"),
-        (scaled, {}, "missing a required argument: 'by'"),
+        (rewards.scaled, {"kwargs": {"times": 2}}, r"called as f\(sample, times=\.\.\.\)"),
+        (rewards.scaled, {}, "missing a required argument: 'by'"),
     ],
 )
 def test_check_refuses_before_anything_starts(function: Any, settings: Any, complaint: str) -> None:
@@ -264,7 +206,7 @@ def test_resolve_names_what_a_module_lacks() -> None:
 
 
 def test_kwargs_are_passed_with_every_call(pools: Any) -> None:
-    pool = pools(scaled, kwargs={"by": 0.5})
+    pool = pools(rewards.scaled, kwargs={"by": 0.5})
     assert run(pool.score_one(sample("abc"))) == 1.5
 
 
@@ -283,7 +225,7 @@ def test_only_finite_numbers_are_rewards(pools: Any) -> None:
         "np.array(2)": 2.0,
     }
     bad = ["math.nan", "math.inf", "np.float32('nan')", "10**400", "None", "'1'", "[1.0]", "1j", "np.ones(2)", "{}"]
-    pool = pools(value)
+    pool = pools(rewards.value)
 
     async def scores() -> list[Any]:
         return await outcomes(*(pool.score_one(sample(text, index=5)) for text in [*good, *bad]))
@@ -296,7 +238,7 @@ def test_only_finite_numbers_are_rewards(pools: Any) -> None:
 
 
 def test_a_group_gets_one_reward_a_sample(pools: Any) -> None:
-    pool = pools(group_value, per="group", workers=1)
+    pool = pools(rewards.group_value, per="group", workers=1)
 
     def group(text: str) -> list[RewardInput]:
         return [sample(text, index=index) for index in range(3)]
@@ -317,7 +259,7 @@ def test_a_group_gets_one_reward_a_sample(pools: Any) -> None:
 
 def test_a_raising_function_carries_its_traceback(pools: Any) -> None:
     """slime#2399, miles#1717: the function's own traceback is what the user sees, and the process lives on."""
-    pool = pools(act)
+    pool = pools(rewards.act)
 
     async def scores() -> list[Any]:
         return await outcomes(*(pool.score_one(sample(text)) for text in ("pid", "raise", "exit", "pid")))
@@ -325,7 +267,7 @@ def test_a_raising_function_carries_its_traceback(pools: Any) -> None:
     before, raised, exited, after = run(scores())
     assert type(raised) is RewardRaised
     assert "ticket 12, sample 0: KeyError: 'the judge is broken'" in str(raised)
-    assert 'test_reward.py", line' in raised.traceback_text
+    assert 'rewards.py", line' in raised.traceback_text
     assert raised.traceback_text.count("File ") == 1  # its own frames alone
     assert "SystemExit: 3" in str(exited)
     assert before == after
@@ -333,7 +275,7 @@ def test_a_raising_function_carries_its_traceback(pools: Any) -> None:
 
 def test_one_hung_sample_affects_only_itself(pools: Any) -> None:
     """slime#1361: one sample exceeds the deadline; its siblings get their rewards."""
-    pool = pools(act, workers=2, timeout_s=0.5)
+    pool = pools(rewards.act, workers=2, timeout_s=0.5)
 
     async def scores() -> list[Any]:
         return await outcomes(*(pool.score_one(sample("hang" if i == 1 else "", index=i)) for i in range(6)))
@@ -345,7 +287,7 @@ def test_one_hung_sample_affects_only_itself(pools: Any) -> None:
 
 def test_a_hung_verifier_is_killed_and_the_pool_is_full_again(pools: Any, fifo: Path) -> None:
     """AReaL#1426, verl#5839: afterwards two calls still run at the same time, which each waits for."""
-    pool = pools(act, workers=2, timeout_s=1.0)
+    pool = pools(rewards.act, workers=2, timeout_s=1.0)
 
     async def scores() -> tuple[list[Any], list[Any]]:
         hung = await outcomes(*(pool.score_one(sample("hang", index=i)) for i in range(2)))
@@ -372,7 +314,7 @@ def test_c_code_that_holds_the_gil_is_killed(pools: Any) -> None:
 
 def test_waiting_for_a_place_is_not_timed(pools: Any) -> None:
     """Four calls of 0.2 s on one process take 0.8 s, and none exceeds 0.6 s; nor is the start of a process counted."""
-    pool = pools(act, workers=1, timeout_s=0.6)
+    pool = pools(rewards.act, workers=1, timeout_s=0.6)
 
     async def scores() -> list[Any]:
         return await outcomes(*(pool.score_one(sample("work 0.2")) for _ in range(4)))
@@ -383,7 +325,7 @@ def test_waiting_for_a_place_is_not_timed(pools: Any) -> None:
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_dead_reward_process_is_replaced(pools: Any, idle: bool) -> None:
     """A function that crashes the interpreter, or the OOM killer meeting an idle process, costs one call."""
-    pool = pools(act)
+    pool = pools(rewards.act)
 
     async def scores() -> list[Any]:
         pid = await pool.score_one(sample("pid"))
@@ -399,7 +341,7 @@ def test_a_dead_reward_process_is_replaced(pools: Any, idle: bool) -> None:
 
 def test_cancelling_a_call_kills_only_its_own_process(pools: Any, fifo: Path) -> None:
     """slime#2176: what is cancelled stops running; what only waited for a place costs no process."""
-    pool = pools(act, workers=1)
+    pool = pools(rewards.act, workers=1)
 
     async def scores() -> tuple[list[float], list[Any]]:
         pids = [await pool.score_one(sample("pid"))]
@@ -425,7 +367,7 @@ def test_cancelling_a_call_kills_only_its_own_process(pools: Any, fifo: Path) ->
 
 def test_close_kills_at_once_and_tells_those_who_wait(pools: Any, fifo: Path) -> None:
     """slime#2176: a judge that would run for 1000 s does not delay the end."""
-    pool = pools(act, workers=1, timeout_s=1000)
+    pool = pools(rewards.act, workers=1, timeout_s=1000)
 
     async def scores() -> tuple[float, list[Any]]:
         running = asyncio.create_task(pool.score_one(sample(f"hold {fifo}")))
@@ -464,7 +406,7 @@ def test_a_module_that_cannot_be_imported_says_so_with_every_call(
 
 
 def test_async_functions_run_on_the_loop_with_a_deadline(pools: Any) -> None:
-    pool = pools(judge, timeout_s=0.2, max_concurrency=2)
+    pool = pools(rewards.judge, timeout_s=0.2, max_concurrency=2)
 
     async def scores() -> list[Any]:
         texts = ["hang", "hang", "raise", "own timeout", ""]
@@ -480,7 +422,7 @@ def test_async_functions_run_on_the_loop_with_a_deadline(pools: Any) -> None:
 
 
 def test_an_async_object_scores_a_group(pools: Any) -> None:
-    pool = pools(Judge(), per="group")
+    pool = pools(rewards.Judge(), per="group")
     assert run(pool.score([sample(index=0), sample(index=1)])) == [0.0, 1.0]
 
 
@@ -492,7 +434,7 @@ def test_exact_starts_no_process(pools: Any) -> None:
 
 
 def test_async_calls_under_way_are_bounded(pools: Any) -> None:
-    pool = pools(judge, max_concurrency=1, timeout_s=0.05)
+    pool = pools(rewards.judge, max_concurrency=1, timeout_s=0.05)
 
     async def scores() -> list[Any]:
         return await outcomes(*(pool.score_one(sample(text)) for text in ("hang", "")))
