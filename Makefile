@@ -95,7 +95,8 @@ sanitize-python: setup ## The native part's Python tests under Address- and Unde
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(abspath $(ASAN_PYTHON)) \
 	    $(PY) -P -m pytest -m "not long and not gpu" -k "not want_of_memory" -q \
-	    tests/test_native.py tests/test_native_layout.py tests/test_ring_machine.py tests/test_batch.py $(ARGS)
+	    $(patsubst %,tests/test_native_%.py,claims payload leases deaths segment waits layout) \
+	    tests/test_ring_machine.py tests/test_batch.py $(ARGS)
 
 .PHONY: fuzz
 fuzz: build/sanitize/attach_fuzz.asan ## A million corrupt segments under ASan, UBSan (5 minutes; ARGS="INPUTS FIRST")

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rigs import Rig
 from tiny_model import make_tiny_model
 
 session_processes: set[int] = set()
@@ -90,6 +91,14 @@ def nothing_left_behind(private_tmp: Path) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind after {_GRACE_S} s: {left}")
         time.sleep(0.05)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A segment with all four handles in this process."""
+    rig = Rig()
+    yield rig
+    rig.consumer.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,11 @@
 """A corrupt or foreign segment is refused, or gives errors, and crashes nobody (`native/tests/attach_fuzz.cpp`)."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
-
-REPOSITORY = Path(__file__).parent.parent
+from making import make
 
 
 def fuzz(inputs: int, first: int, seconds: float) -> None:
-    done = subprocess.run(
-        ["make", "fuzz", f"ARGS={inputs} {first}"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    print(done.stdout)
-    assert done.returncode == 0 and f"attach_fuzz: {inputs} inputs" in done.stdout, done.stdout
+    assert f"attach_fuzz: {inputs} inputs" in make("fuzz", str(inputs), str(first), seconds=seconds)
 
 
 @pytest.mark.slow

@@ -1,26 +1,13 @@
 """The ring survives a kill, or a stop for a whole lap, at every step of every operation (`native/crash`)."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
-
-REPOSITORY = Path(__file__).parent.parent
+from making import make
 
 
 def run(*arguments: str, seconds: float) -> None:
-    done = subprocess.run(
-        ["make", "crash", f"ARGS={' '.join(arguments)}"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout
-    if "crash_points: skipped" in done.stdout:
-        pytest.skip(done.stdout.strip().splitlines()[-1])
+    said = make("crash", *arguments, seconds=seconds)
+    if "crash_points: skipped" in said:
+        pytest.skip(said.strip().splitlines()[-1])
 
 
 @pytest.mark.slow

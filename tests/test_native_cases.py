@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_native import ended_well, fork, kill, make_segment
+from rigs import ended_well, fork, kill, make_segment
 
 from mprollout import _native as native
 from mprollout.batch import Batch, Group
