@@ -1,4 +1,4 @@
-"""Reward and rollout functions of tests. Every worker and reward process of theirs imports this module, so it imports next to nothing."""
+"""Reward, filter and rollout functions of tests. Every worker and reward process of theirs imports this module, so it imports next to nothing."""
 
 from __future__ import annotations
 
@@ -153,3 +153,28 @@ async def judge(sample: mp.RewardInput) -> Any:
 class Judge:
     async def __call__(self, samples: list[mp.RewardInput]) -> list[float]:
         return [float(one.index) for one in samples]
+
+
+def by_row(samples: list[mp.RewardInput], rewards: list[float], easy: int = 3) -> str | None:
+    """Rejects rows 0 and 1 of 5, breaks on row 13."""
+    assert len(samples) == len(rewards) == 4 and rewards == [float(len(s.token_ids)) for s in samples]
+    row = samples[0].prompt.row
+    if row == 13:
+        raise LookupError("row 13 breaks the filter")
+    return {0: "too_easy", 1: "too_hard"}.get(row % 5)
+
+
+def everything(samples: list[mp.RewardInput], rewards: list[float]) -> str | None:
+    return "rejected"
+
+
+def unknown(samples: list[mp.RewardInput], rewards: list[float]) -> str | None:
+    return "because"
+
+
+async def later(samples: list[mp.RewardInput], rewards: list[float]) -> str | None:
+    return None
+
+
+def same(sample: mp.RewardInput) -> float:
+    return 1.0 if sample.prompt.row % 2 else float(sample.index)

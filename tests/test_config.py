@@ -61,3 +61,27 @@ def test_sizes_that_could_not_deliver_are_refused_with_the_numbers():
                 ring=mp.RingConfig(arena_bytes=10**6, max_group_bytes=50_000), gate=mp.GateConfig(groups_per_update=64)
             )
         )
+
+
+def test_a_config_survives_toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        """
+        seed = 7
+        [source]
+        path = "prompts.jsonl"
+        [generator]
+        backend = "simulated"
+        mean_tokens = 9.0
+        [reward]
+        function = "exact"
+        [gate]
+        groups_per_update = 8
+        max_lag = 1
+        """
+    )
+    loaded = mp.EngineConfig.from_toml(path)
+    assert loaded.seed == 7 and isinstance(loaded.generator, mp.SimulatedConfig) and loaded.gate.max_lag == 1
+    path.write_text(path.read_text().replace("max_lag", "max_lagg"))
+    with pytest.raises(mp.ConfigError, match=r"unknown field `max_lagg`.*gate"):
+        mp.EngineConfig.from_toml(path)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import rewards
-from engines import config, drain, until
+from engines import TWO_WORKERS, config, drain, until
 from played import played
 
 import mprollout as mp
@@ -100,3 +100,15 @@ def test_an_evaluation_waits_for_a_worker_and_ends_with_the_keeper():
         for _ in range(2):
             with pytest.raises(mp.KeeperLost, match="exit code -9"):
                 on.engine.evaluate([{"prompt": "one"}], timeout=20)
+
+
+def test_evaluation_is_beside_the_ring():
+    with mp.RolloutEngine(config(workers=TWO_WORKERS)) as engine:
+        result = engine.evaluate(
+            [{"prompt": f"held out {i}"} for i in range(7)],
+            mp.SamplingConfig(group_size=3, max_new_tokens=8),
+            timeout=20,
+        )
+        assert result.rewards.shape == (7, 3) and result.versions == [0]
+        assert [[float(len(ids)) for ids in row] for row in result.token_ids] == result.rewards.tolist()
+        assert sorted(drain(engine)) == list(range(40))

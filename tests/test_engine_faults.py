@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -192,3 +193,98 @@ def test_whatever_an_async_group_reward_raises_is_an_ordinary_error_of_its_group
     reward = mp.RewardConfig(judge_group, per="group", kwargs={"what": what})
     with pytest.raises(Exception, match="no answer" if what == "error" else RAISED[what].__name__):
         asyncio.run(run_group(reward, single_turn, "retry"))
+
+
+def test_an_aborted_sample_ends_its_attempt_and_the_prompt_comes_again(caplog):
+    """slime#2402, slime#200, slime#2361: a group with an aborted sample is never readable; the reason names the sample."""
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=12, faults={"abort": 0.05}),
+        "fault": mp.FaultConfig(max_attempts=20, retry_delay_s=0.001),
+    }
+    with caplog.at_level("INFO", "mprollout"), mp.RolloutEngine(config(**changes)) as engine:
+        assert sorted(drain(engine)) == list(range(40))
+        stats = engine.stats()
+        assert stats.retried > 0 and stats.outcomes == {"taken": 40}
+        until(lambda: caplog.text.count("aborted") >= stats.retried, "a note for each retry")
+    assert "sample " in caplog.text and "aborted by the engine" in caplog.text
+
+
+def test_a_prompt_that_always_fails_ends_failed_and_the_others_are_served():
+    """NeMo-RL#3938: FAILED after r attempts with its error; its capacity is freed."""
+    with mp.RolloutEngine(
+        config(reward=mp.RewardConfig(rewards.broken_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
+    ) as engine:
+        assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
+        assert engine.stats().outcomes == {"taken": 39, "failed:reward": 1}
+        assert "row 3 is poison" in engine._attendant.notes[3].error
+
+
+def test_a_broken_reward_raises_its_own_traceback_in_get():
+    """slime#2399, miles#1717: a permanently broken reward reaches get within 5 s."""
+    with mp.RolloutEngine(config(reward=mp.RewardConfig(rewards.broken))) as engine:
+        start = time.monotonic()
+        with pytest.raises(mp.RewardFault, match="this reward is broken for good") as caught:
+            engine.get(4, timeout=30)
+        assert time.monotonic() - start < 5
+        assert "ZeroDivisionError" in caught.value.worker_traceback and "rewards.py" in caught.value.worker_traceback
+
+
+def test_a_nan_reward_is_an_error_with_the_sample_never_zero():
+    with mp.RolloutEngine(
+        config(reward=mp.RewardConfig(rewards.nan_for_row_3), fault=mp.FaultConfig(retry_delay_s=0.01))
+    ) as engine:
+        assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
+        assert "nan" in engine._attendant.notes[3].error and "sample 1" in engine._attendant.notes[3].error
+
+
+def test_a_wrong_number_of_rewards_is_an_error():
+    changes = {
+        "reward": mp.RewardConfig(rewards.one_reward_too_many, per="group"),
+        "fault": mp.FaultConfig(retry_delay_s=0.01),
+    }
+    with mp.RolloutEngine(config(**changes)) as engine, pytest.raises(mp.RewardFault, match="one reward a sample"):
+        engine.get(4, timeout=30)
+
+
+def test_a_group_beyond_its_extent_fails_with_both_sizes_and_the_ring_goes_on():
+    """slime#2384."""
+    with mp.RolloutEngine(
+        config(
+            ring=mp.RingConfig(max_group_bytes=4096),
+            sampling=mp.SamplingConfig(group_size=4, max_new_tokens=400),
+            generator=mp.SimulatedConfig(mean_tokens=60, sigma=1.0),
+        )
+    ) as engine:
+        tickets = drain(engine, 1)
+        outcomes = engine.stats().outcomes
+        assert outcomes["taken"] == len(tickets) > 0 and outcomes["failed:too_large"] == 40 - len(tickets) > 0
+        assert any("4,096" in note.error or "4096" in note.error for note in engine._attendant.notes.values())
+
+
+def test_a_step_completes_although_a_group_failed_for_good():
+    """max_lag=0, groups of 8 a step, one group FAILED: the step still has 8 (its credit came back)."""
+    changes = {
+        "reward": mp.RewardConfig(rewards.broken_for_row_3),
+        "fault": mp.FaultConfig(retry_delay_s=0.01),
+        "gate": mp.GateConfig(groups_per_update=8, max_lag=0),
+    }
+    with mp.RolloutEngine(config(**changes)) as engine, engine.get(8, timeout=20) as batch:
+        assert batch.tickets == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_over_long_prompts_are_filtered_counted_and_replaced():
+    source = mp.SourceConfig(
+        rows=[{"prompt": "x" * (900 if i % 4 == 0 else 5)} for i in range(20)], epochs=1, max_prompt_tokens=500
+    )
+    with mp.RolloutEngine(config(source=source)) as engine:
+        assert len(drain(engine)) == 15
+        assert engine.stats().outcomes == {"taken": 15, "filtered:over_long": 5}
+
+
+def test_a_refused_over_long_prompt_is_a_fault_that_names_the_row():
+    source = mp.SourceConfig(rows=[{"prompt": "x" * 900}], max_prompt_tokens=500, over_long="refuse")
+    with (
+        pytest.raises(mp.EngineFault, match=r"row 0: the prompt has .* at most 500 fit"),
+        mp.RolloutEngine(config(source=source)) as engine,
+    ):
+        engine.get(1, timeout=20)

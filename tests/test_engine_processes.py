@@ -181,3 +181,73 @@ def test_a_script_named_by_its_own_reward_without_a_main_guard_is_told_so(tmp_pa
         "WorkerStartError" in done.stderr and "MainGuardMissing: a RolloutEngine is made inside worker 0" in done.stderr
     )
     assert 'under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_forked_child_that_exits_leaves_the_ring():
+    """cpython#82300, LMCache#4917."""
+    with mp.RolloutEngine(config()) as engine:
+        batch = engine.get(4, timeout=20)
+        before = batch.rewards.copy()
+        pid = os.fork()
+        if pid == 0:
+            batch.release()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert (batch.rewards == before).all()
+        batch.release()
+        assert len(drain(engine)) == 36
+
+
+def test_a_script_without_the_main_guard_gets_a_clear_error(tmp_path):
+    script = tmp_path / "naked.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+            import mprollout as mp, engines
+            def reward(sample: mp.RewardInput) -> float:
+                return 1.0
+            with mp.RolloutEngine(engines.config(reward=mp.RewardConfig(reward))) as engine:
+                engine.get(4, timeout=20)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and 'if __name__ == "__main__":' in done.stderr and "WorkerStartError" in done.stderr
+
+
+def test_a_reward_defined_in_the_script_works(tmp_path):
+    script = tmp_path / "guarded.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+            import mprollout as mp, engines
+            def reward(sample: mp.RewardInput) -> float:
+                return 42.0
+            def main():
+                with mp.RolloutEngine(engines.config(reward=mp.RewardConfig(reward))) as engine:
+                    print(engine.get(4, timeout=20).rewards.mean())
+            if __name__ == "__main__":
+                main()
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "42.0\n"
+
+
+def test_the_engines_share_of_the_trainer_process_is_small():
+    """The trainer's own memory, Python included and the ring apart, stays under 150 MB."""
+    code = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import psutil, mprollout as mp, engines
+        if __name__ == "__main__":
+            with mp.RolloutEngine(engines.config()) as engine:
+                engines.drain(engine)
+                print(psutil.Process().memory_full_info().uss - engine._keeper.segment.size_bytes)
+        """
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert int(out) < 150e6

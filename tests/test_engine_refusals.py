@@ -14,6 +14,7 @@ from played import played
 
 import mprollout as mp
 from mprollout.child import worker_environment
+from mprollout.ring import check_memory, memory_limit, plan
 from mprollout.rollout import load_rollout
 
 
@@ -188,3 +189,26 @@ def test_a_rollout_is_an_async_function():
         mp.ConfigError, match=r"EngineConfig\.rollout=.*has no 'some_rolout' \(did you mean some_rollout"
     ):
         load_rollout(f"{__name__}:some_rolout")
+
+
+def test_a_ring_beyond_the_cgroup_is_refused_with_size_limit_and_remedy(tmp_path):
+    """dlrover#1046, pytorch#5040: a start-up error, never a SIGBUS; /dev/shm plays no part (memfd)."""
+    group = tmp_path / "sys/fs/cgroup/job/step"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 8000000 kB\n")
+    (group / "memory.max").write_text("max\n")
+    (group.parent / "memory.max").write_text("64000000\n")  # the parent's limit binds
+    (group.parent / "memory.current").write_text("4000000\n")
+    assert memory_limit(tmp_path)[0] == 60_000_000
+    wide = plan(config(gate=mp.GateConfig(max_live_groups=1000)))
+    with pytest.raises(
+        mp.MemoryBudgetError, match=r"needs 70,000,000 bytes .* only 60,000,000 are left .*lower max_live_groups"
+    ):
+        check_memory(70_000_000, wide, tmp_path)
+
+
+def test_a_ring_beyond_this_machine_is_refused_at_construction():
+    with pytest.raises(mp.MemoryBudgetError, match="are left"):
+        mp.RolloutEngine(config(gate=mp.GateConfig(max_live_groups=10_000), ring=mp.RingConfig(max_group_bytes=10**7)))

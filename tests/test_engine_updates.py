@@ -122,3 +122,65 @@ def test_an_update_of_nothing_is_refused_and_mints_no_version():
             with pytest.raises(ValueError, match="the source has no tensors"):
                 on.engine.update_weights(nothing)
         assert on.engine.policy_version == 0 and on.engine.state_dict()["minted"] == 0
+
+
+def test_with_a_lag_bound_groups_come_in_ticket_order_and_lag_is_bounded():
+    """prime-rl#2960, prime-rl#1901: lag <= K for every group, nothing discarded."""
+    for max_lag in (0, 2):
+        changes = {
+            "workers": TWO_WORKERS,
+            "gate": mp.GateConfig(groups_per_update=4, max_lag=max_lag),
+            "generator": mp.SimulatedConfig(mean_tokens=20, sigma=1.0, tokens_per_s=3000),
+        }
+        with mp.RolloutEngine(config(**changes)) as engine:
+            tickets, lags = [], []
+            for version in range(1, 10):
+                with engine.get(4, timeout=20) as batch:
+                    tickets += batch.tickets
+                    lags += [group.lag for group in batch]
+                    assert all((group.token_versions >= version - 1 - max_lag).all() for group in batch)
+                assert engine.update_weights({"w": torch.full((4,), float(version))}) == version
+            assert tickets == list(range(36)) and 0 <= max(lags) <= max_lag
+            assert engine.stats().outcomes == {"taken": 36}
+
+
+def test_an_update_without_its_groups_is_refused_under_a_lag_bound():
+    gate = mp.GateConfig(groups_per_update=4, max_lag=1)
+    with played(gate=gate) as on, pytest.raises(mp.ConfigError, match="update_weights refused"):
+        on.engine.update_weights({"w": torch.zeros(1)})
+
+
+def test_the_gate_can_wait_for_the_first_weights():
+    with mp.RolloutEngine(config(gate=mp.GateConfig(groups_per_update=4, max_lag=0, await_weights=True))) as engine:
+        with pytest.raises(mp.GateStarved, match="waits for the first update_weights"):
+            engine.get(4)
+        assert engine.update_weights({"w": torch.zeros(1)}) == 1
+        with engine.get(4, timeout=20) as batch:
+            assert all((group.token_versions == 1).all() and group.lag == 0 for group in batch)
+
+
+def test_a_failed_update_does_not_advance_the_version():
+    """slime#2279: and its number is never used again."""
+    with mp.RolloutEngine(config()) as engine:
+        assert engine.update_weights({"w": torch.zeros(4)}) == 1
+        with pytest.raises(mp.WeightUpdateFailed, match="stays 1"):
+            engine.update_weights({"other": torch.zeros(4)})
+        assert engine.policy_version == 1
+        assert engine.update_weights({"w": torch.ones(4)}) == 3
+        assert len(drain(engine)) == 40
+
+
+def test_a_restarted_worker_has_the_current_weights_before_it_claims():
+    workers = mp.WorkerConfig(devices=["cpu"], max_running_samples=16)
+    with mp.RolloutEngine(
+        config(rows=100, workers=workers, generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=500))
+    ) as engine:
+        engine.get(4, timeout=20).release()
+        engine.update_weights({"w": torch.zeros(4)})
+        os.kill(engine.stats().workers[0].pid, signal.SIGKILL)
+        until(
+            lambda: engine.stats().workers[0].restarts == 1 and engine.stats().workers[0].state == "ready", "restarted"
+        )
+        for taken in range(12):
+            with engine.get(4, timeout=20) as batch:
+                assert taken < 4 or all((group.token_versions == 1).all() for group in batch)

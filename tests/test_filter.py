@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import engines
 import pytest
+import rewards
 
 import mprollout as mp
 
@@ -11,33 +12,8 @@ pytestmark = pytest.mark.timeout(60)
 ONE_WORKER = mp.WorkerConfig(devices=["cpu"], max_running_samples=16)
 
 
-def by_row(samples: list[mp.RewardInput], rewards: list[float], easy: int = 3) -> str | None:
-    """Rejects rows 0 and 1 of 5, breaks on row 13."""
-    assert len(samples) == len(rewards) == 4 and rewards == [float(len(s.token_ids)) for s in samples]
-    row = samples[0].prompt.row
-    if row == 13:
-        raise LookupError("row 13 breaks the filter")
-    return {0: "too_easy", 1: "too_hard"}.get(row % 5)
-
-
-def everything(samples: list[mp.RewardInput], rewards: list[float]) -> str | None:
-    return "rejected"
-
-
-def unknown(samples: list[mp.RewardInput], rewards: list[float]) -> str | None:
-    return "because"
-
-
-async def later(samples: list[mp.RewardInput], rewards: list[float]) -> str | None:
-    return None
-
-
-def same(sample: mp.RewardInput) -> float:
-    return 1.0 if sample.prompt.row % 2 else float(sample.index)
-
-
 def test_each_rejection_is_counted_by_its_reason_and_admits_one_replacement() -> None:
-    reject = mp.FilterConfig(function=by_row, reasons=["too_easy", "too_hard"], kwargs={"easy": 2})
+    reject = mp.FilterConfig(function=rewards.by_row, reasons=["too_easy", "too_hard"], kwargs={"easy": 2})
     gate = mp.GateConfig(groups_per_update=5, max_lag=0)
     fault = mp.FaultConfig(retry_delay_s=0.01)
     with mp.RolloutEngine(engines.config(filter=reject, workers=ONE_WORKER, gate=gate, fault=fault)) as engine:
@@ -60,7 +36,11 @@ def test_each_rejection_is_counted_by_its_reason_and_admits_one_replacement() ->
 
 
 def test_groups_without_spread_can_be_rejected() -> None:
-    changes = {"filter": mp.FilterConfig(zero_spread=True), "reward": mp.RewardConfig(same), "workers": ONE_WORKER}
+    changes = {
+        "filter": mp.FilterConfig(zero_spread=True),
+        "reward": mp.RewardConfig(rewards.same),
+        "workers": ONE_WORKER,
+    }
     with mp.RolloutEngine(engines.config(**changes)) as engine:
         assert sorted(engines.drain(engine)) == list(range(0, 40, 2))
         assert engine.stats().outcomes == {"taken": 20, "filtered:zero_spread": 20}
@@ -69,8 +49,11 @@ def test_groups_without_spread_can_be_rejected() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"function": everything, "max_consecutive": 6}, r"6 groups in a row were rejected .*max_consecutive=6"),
-        ({"function": unknown}, r"one of FilterConfig.reasons=\['rejected'\]; got 'because'"),
+        (
+            {"function": rewards.everything, "max_consecutive": 6},
+            r"6 groups in a row were rejected .*max_consecutive=6",
+        ),
+        ({"function": rewards.unknown}, r"one of FilterConfig.reasons=\['rejected'\]; got 'because'"),
     ],
 )
 def test_a_filter_that_rejects_or_fails_for_ever_is_a_fault(settings: dict[str, object], message: str) -> None:
@@ -86,10 +69,10 @@ def test_a_filter_that_rejects_or_fails_for_ever_is_a_fault(settings: dict[str, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"function": later}, "expected a plain `def`"),
+        ({"function": rewards.later}, "expected a plain `def`"),
         ({"function": lambda samples, rewards: None}, "at the top level of a module"),
         ({"function": "no_such_module_at_all:f"}, "no module 'no_such_module_at_all'"),
-        ({"function": by_row, "kwargs": {"hard": 1}}, "does not fit"),
+        ({"function": rewards.by_row, "kwargs": {"hard": 1}}, "does not fit"),
         ({"function": "by_row"}, 'must be "module:function"'),
     ],
 )
