@@ -93,6 +93,14 @@ async def echo(session: Session, prompt: Prompt) -> None:
     session.append(session.prompt_ids)
 
 
+async def with_an_image(session: Session, prompt: Prompt) -> None:
+    """An extra field of two by two numbers."""
+    import numpy as np
+
+    await session.generate()
+    session.sample.extra["image"] = np.full((2, 2), prompt.row)
+
+
 def act(sample: mp.RewardInput) -> Any:
     """Does what the sample's text says."""
     match sample.text.split(maxsplit=1):

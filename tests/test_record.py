@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
+import rewards
 import torch
 from engines import config
 
@@ -15,17 +15,10 @@ import mprollout as mp
 from mprollout import record
 from mprollout.batch import Batch
 from mprollout.record import Recorder, ReplaySource
-from mprollout.rollout import Session
 from mprollout.schema import SCHEMA, Field
-from mprollout.source import Prompt
 
 pytestmark = pytest.mark.timeout(60)
 EXTRA = Field("image", "<f2", "sample", (2, 2))
-
-
-async def with_an_image(session: Session, prompt: Prompt) -> None:
-    await session.generate()
-    session.sample.extra["image"] = np.full((2, 2), prompt.row)
 
 
 def contents(batch: Batch) -> list[tuple[object, ...]]:
@@ -40,9 +33,8 @@ def contents(batch: Batch) -> list[tuple[object, ...]]:
 
 def settings(tmp_path: Path, **changes: object) -> mp.EngineConfig:
     parts: dict[str, object] = {
-        "rollout": with_an_image,
+        "rollout": rewards.with_an_image,
         "ring": mp.RingConfig(extra_fields=(EXTRA,)),
-        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=16),
         "record": "run",
         "run_dir": str(tmp_path / "run"),
         "weights": mp.WeightsConfig(keep_versions=2),
