@@ -387,6 +387,7 @@ def _from_checkpoint(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...], 
 
 
 def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    import numpy as np
     import torch
 
     for name, dtype, shape, chunks in _from_checkpoint(folder):
