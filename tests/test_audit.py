@@ -193,7 +193,7 @@ SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 import msgspec
-import mprollout as mp, engines
+import mprollout as mp, engines, rewards
 from mprollout.ledger import Ledger
 
 resolve = Ledger.resolve
@@ -205,7 +205,7 @@ def killed(ledger, ticket, outcome):
 
 if __name__ == "__main__":
     Ledger.resolve = killed
-    changes = {{"reward": mp.RewardConfig(engines.broken_for_row_3), "fault": mp.FaultConfig(max_attempts=1)}}
+    changes = {{"reward": mp.RewardConfig(rewards.broken_for_row_3), "fault": mp.FaultConfig(max_attempts=1)}}
     with mp.RolloutEngine(msgspec.structs.replace(engines.attachable({run_dir!r}), **changes)) as engine:
         while True:
             engine.get(1).release()
