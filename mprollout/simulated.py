@@ -129,11 +129,19 @@ class _Clock:
         self._arm()
 
 
+def _between(points: Sequence[tuple[int, float]], x: int) -> float:
+    """Linear between the points, which ascend; the last value beyond them."""
+    i = bisect.bisect_left(points, (x, 0.0))
+    if i == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[max(0, i - 1)], points[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
+
+
 def _speed(config: SimulatedConfig) -> Callable[[int], float]:
     """Tokens a second of each of so many samples that decode at once."""
     if config.speeds:
-        samples, speeds = zip((0, 0.0), *config.speeds, strict=True)
-        return lambda running: float(np.interp(running, samples, speeds)) / running
+        return lambda running: _between([(0, 0.0), *config.speeds], running) / running
     each, all_together = config.tokens_per_s or math.inf, config.max_tokens_per_s or math.inf
     return lambda running: min(each, all_together / running)
 

@@ -117,7 +117,9 @@ def test_a_group_that_may_shrink_goes_without_what_is_late() -> None:
     generator = mp.SimulatedConfig(mean_tokens=10, sigma=0.0, tokens_per_s=10, faults={"swallow": 0.05})
     report = run(generator=generator, fault=fault)
     assert report.tickets == list(range(20))
-    assert 0 < len(report.failures) == 80 - len(report.delivered_lengths)
+    attempts = [error.rpartition("attempt ")[2] for error in report.failures]
+    late = [attempt for attempt in attempts if float(attempt) < 20]  # further ones were under way at the end
+    assert 0 < len(late) == 80 - len(report.delivered_lengths)
 
 
 async def two_turns_and_a_fault(session: Session, prompt: Prompt) -> None:

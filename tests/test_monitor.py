@@ -25,7 +25,7 @@ OF_ITS_MOMENT = {"outcomes", "progress_s", "workers"}
 def test_top_shows_what_the_engine_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {
         "workers": engines.TWO_WORKERS,
-        "generator": mp.SimulatedConfig(mean_tokens=12, faults={"abort": 0.05}),
+        "generator": mp.SimulatedConfig(mean_tokens=12, tokens_per_s=100, faults={"abort": 0.05}),
         "fault": mp.FaultConfig(max_attempts=20, retry_delay_s=0.001),
         "run_dir": str(tmp_path),
     }
