@@ -53,6 +53,7 @@ class Group:
         self.masked = False
         """Over `max_lag` at its take, under `lag_policy` mask or recycle: its `loss_mask` reads 0 everywhere."""
         self._index = schema.index(extra)
+        self._meta: schema.Meta | None = None
         self._released = False
 
     def field(self, name: str) -> npt.NDArray[Any]:
@@ -74,13 +75,15 @@ class Group:
 
     @property
     def meta(self) -> schema.Meta:
-        """Its row, and when it was claimed, generated, published. A copy."""
-        return schema.Meta(*self.field("meta").tolist())
+        """Its row, and when it was claimed, generated, published. A copy, made once."""
+        if self._meta is None:
+            self._meta = schema.Meta._make(self.field("meta").tolist())
+        return self._meta
 
     @property
     def row(self) -> int:
         """Number of the data row, from 0."""
-        return int(self.field("meta")[0])
+        return self.meta.row
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:

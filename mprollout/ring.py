@@ -82,7 +82,7 @@ ENDED_BY = range(40, 53)
 WAITED_NS = range(53, 59)
 """Global words: the trainer's wait by `waiting.CAUSES`, in ns."""
 REWARD_MEANS = range(59, 61)
-"""Global words, the bits of a float64: mean reward of the groups in the last batch; of all groups taken."""
+"""Global words, the bits of a float64: mean reward of the samples in the last batch; of all samples taken."""
 
 
 def length_bucket(tokens: int) -> int:

@@ -57,6 +57,8 @@ class Meta(NamedTuple):
     """It was scored, filtered, and about to be published."""
     excess_ns: int
     """How much longer that sample took to generate than the longest of its siblings; of a group of one: how long it took."""
+    oldest_version: int
+    """The lowest version of its tokens; -1: it has none."""
 
 
 SCHEMA: tuple[Field, ...] = (

@@ -358,7 +358,8 @@ class _Simulation:
             seen = taker.consumer.news()
             self._news.clear()
             if (missing := taker.park(n)) == 0:
-                self._waits.settle(_now_ns(), taker.parked[:n], self._admission.admitted_ns)
+                self._waits.settle(_now_ns(), taker.parked[:n])
+                self._waits.split(self._admission.admitted_ns)
                 break
             self._waits.begin(_now_ns())
             if taker.to_recycle:

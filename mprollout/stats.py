@@ -99,9 +99,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens sampled and never delivered: `recycled` with their group, else by the reason for which their attempt failed or their group
     was rejected. What a request that was cancelled midway had made is not known, nor what a dead worker had."""
     reward_last: float
-    """Mean reward of the groups in the last batch."""
+    """Mean reward of the samples in the last batch."""
     reward_mean: float
-    """Of all groups taken."""
+    """Of all samples taken."""
     waited_s: dict[str, float]
     """Seconds that the trainer waited, by cause (`waiting.Waits`), of all waits but the one under way."""
     waiting_s: float
@@ -154,7 +154,7 @@ def tell_monitors(attendant: Attendant, taker: Taker, waits: Waits) -> None:
     means = struct.unpack("=2q", struct.pack("=2d", taker.reward_last, _mean_reward(taker)))
     for block, values in (
         (LAGS, lags),
-        (DELIVERED, taker.lengths),
+        (DELIVERED, taker.lengths.tolist()),
         (ENDED_BY, ended),
         (WAITED_NS, waits.ns.values()),
         (REWARD_MEANS, means),
@@ -167,7 +167,7 @@ def _code(reason: str) -> int:
 
 
 def _mean_reward(taker: Taker) -> float:
-    return taker.reward_sum / max(1, taker.lags.total())
+    return taker.reward_sum / max(1, taker.samples_taken)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------
@@ -176,6 +176,8 @@ def _mean_reward(taker: Taker) -> float:
 def engine_stats(attendant: Attendant, taker: Taker, waits: Waits) -> EngineStats:
     """What `RolloutEngine.stats` returns; under the engine's lock."""
     segment, gate = attendant.segment, attendant.admission.gate
+    taker.tally()
+    waits.split(attendant.admission.admitted_ns)
     workers = worker_stats(segment, attendant.states)
     since_ns = waits.since_ns
     return EngineStats(
@@ -194,7 +196,7 @@ def engine_stats(attendant: Attendant, taker: Taker, waits: Waits) -> EngineStat
         groups_masked=taker.groups_masked,
         groups_recycled=taker.groups_recycled,
         lengths_issued=lengths_issued(segment),
-        lengths_delivered=by_length(taker.lengths),
+        lengths_delivered=by_length(taker.lengths.tolist()),
         tokens_delivered=taker.tokens_delivered,
         discarded=discarded(segment, taker.tokens_discarded),
         reward_last=taker.reward_last,

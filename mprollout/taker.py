@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
+import numpy.typing as npt
+
 from mprollout import _native
 from mprollout.batch import Batch, Group
 from mprollout.config import EngineConfig
 from mprollout.gate import Gate, is_strict
 from mprollout.ledger import Ledger
-from mprollout.ring import DELIVERED, length_bucket
-from mprollout.schema import Field
+from mprollout.ring import DELIVERED
+from mprollout.schema import SCHEMA, Field, index
 from mprollout.updates import Updates
+
+_LENGTHS, _REWARDS = index(())["lengths"][0], index(())["rewards"][0]
+_HEAD = [field.dtype for field in SCHEMA[: max(_LENGTHS, _REWARDS) + 1]]
 
 
 class Taker:
@@ -48,12 +54,13 @@ class Taker:
         self._again: dict[int, _native.Lease] = {}  # by ticket: what a dead trainer had taken, in its order
         self.lags: collections.Counter[int] = collections.Counter()
         """Groups taken, by lag. Statistics."""
-        self.lengths = [0] * len(DELIVERED)
+        self.lengths = np.zeros(len(DELIVERED), np.int64)
         """Samples of groups taken, by `length_bucket`. Statistics, as all that follows."""
-        self.tokens_delivered = 0
+        self.tokens_delivered = self.samples_taken = 0
         self.reward_last = self.reward_sum = 0.0
-        """Mean reward of the groups in the last batch; the sum of the mean rewards of all groups taken."""
+        """Mean reward of the samples in the last batch; the sum of the rewards of all samples taken."""
         self.groups_recycled = self.groups_masked = self.tokens_discarded = 0
+        self._uncounted: collections.deque[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = collections.deque()
 
     @property
     def policy_version(self) -> int:
@@ -102,22 +109,35 @@ class Taker:
     def book(self, n: int) -> Batch:
         """Mark the first n parked tickets taken."""
         batch = Batch(self.parked[:n])
-        rewards = 0.0
-        for group in batch:
-            rewards += (reward := float(group.rewards.mean()))
-            if not self._ledger.is_resolved(group.ticket):
-                self._ledger.resolve(group.ticket, "taken")
-                self.recycled.pop(group.ticket, None)
-                self.lags[group.lag] += 1
-                self.groups_masked += group.masked
-                self.reward_sum += reward
-                lengths = group.lengths.tolist()
-                self.tokens_delivered += sum(lengths)
-                for tokens in lengths:
-                    self.lengths[length_bucket(tokens)] += 1
-        self.reward_last = rewards / n
+        fresh = [group for group in batch if not self._ledger.is_resolved(group.ticket)]
+        for group in fresh:
+            self._ledger.resolve(group.ticket, "taken")
+            self.recycled.pop(group.ticket, None)
+            self.lags[group.lag] += 1
+            self.groups_masked += group.masked
         self._count_taken()
+        if fresh:
+            heads = _native.views([group.lease for group in fresh], _HEAD)
+            lengths, rewards = (np.concatenate([head[i] for head in heads]) for i in (_LENGTHS, _REWARDS))
+            self._uncounted.append((lengths, rewards))
         return batch
+
+    def tally(self) -> None:
+        """Bring the statistics of what was taken up to date. Whoever reads them calls it first: `get`, between a publish and its return, does not."""
+        while self._uncounted:
+            self._count(*self._uncounted.popleft())
+
+    def _count(self, lengths: npt.NDArray[np.int32], rewards: npt.NDArray[np.float32]) -> None:
+        # 2^i to 2^(i+1) - 1 have the exponent i + 1, and 0 has 0: as `length_bucket`
+        counts = np.bincount(np.frexp(lengths)[1], minlength=len(self.lengths) + 1)
+        self.lengths += counts[1 : len(self.lengths) + 1]
+        self.lengths[0] += counts[0]
+        self.lengths[-1] += counts[len(self.lengths) + 1 :].sum()
+        self.tokens_delivered += int(lengths.sum())
+        total = float(rewards.sum(dtype=np.float64))
+        self.samples_taken += len(rewards)
+        self.reward_sum += total
+        self.reward_last = total / max(1, len(rewards))
 
     def hand_over(self, n: int) -> None:
         """The caller has them: one step that no signal cuts."""
@@ -158,8 +178,8 @@ class Taker:
 
     def _group(self, lease: _native.Lease) -> Group:
         group = Group(lease, self._extra_fields)
-        versions = group.field("span_versions")
-        group.lag = self._updates.lag(int(versions.min()) if len(versions) else self._updates.version)
+        oldest = group.meta.oldest_version
+        group.lag = self._updates.lag(oldest if oldest >= 0 else self._updates.version)
         limit = self._settings.max_lag
         group.masked = limit is not None and not self._ticket_order and group.lag > limit
         return group

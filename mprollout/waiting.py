@@ -4,7 +4,7 @@
                          '-- Waits: the seconds by cause, once it is known which group was the last one
 
 Invariant: the seconds of all causes together are those that the trainer was kept in `get` (from its first look that found too little to
-its last one) and in `update_weights`. `Waits.settle` guarantees it: it cuts the wait at the moments of one group, and the pieces are disjoint.
+its last one) and in `update_weights`. `Waits.split` guarantees it: it cuts the wait at the moments of one group, and the pieces are disjoint.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Waits:
 
     def __init__(self) -> None:
         self.ns = dict.fromkeys(CAUSES, 0)
-        """Settled, by cause."""
+        """Split, by cause."""
         self.since_ns: int | None = None
         """Beginning of the wait under way in `get`."""
         self._unsettled: collections.deque[tuple[int, int]] = collections.deque(maxlen=_KEPT)
+        self._due: collections.deque[tuple[list[tuple[int, int]], list[tuple[int, int, Meta]]]] = collections.deque()
         self._idle: collections.deque[tuple[int, int]] = collections.deque(maxlen=_KEPT)
         self._idle_since: int | None = None
 
@@ -85,23 +86,25 @@ class Waits:
             self._idle.append((self._idle_since, now_ns))
             self._idle_since = None
 
-    def settle(self, now_ns: int, groups: Sequence[Group], admitted_ns: dict[int, int]) -> None:
-        """The groups are in hand: O(n), and nothing where nobody has waited. `admitted_ns`: of tickets, as far as it is known."""
+    def settle(self, now_ns: int, groups: Sequence[Group]) -> None:
+        """The groups are in hand. Says only what there is to split: `get`, between a publish and its return, has no time for more."""
         waits = [*self._unsettled, *([(self.since_ns, now_ns)] if self.since_ns is not None else [])]
-        if not waits:
-            return
-        self._unsettled.clear()
-        self.since_ns = None
-        metas = [group.meta for group in groups]
-        last = max(range(len(metas)), key=lambda i: metas[i].published_ns)
-        meta, ticket = metas[last], groups[last].ticket
-        if len(groups[last]) == 1:  # no siblings: what it is behind is the rest of the batch
-            others = (m.generated_ns - m.started_ns for i, m in enumerate(metas) if i != last)
-            meta = meta._replace(excess_ns=max(0, meta.excess_ns - max(others, default=0)))
-        for cause, ns in self._split(
-            waits, meta, min(admitted_ns.get(ticket, meta.claimed_ns), meta.claimed_ns)
-        ).items():
-            self.ns[cause] += ns
+        if waits:
+            self._due.append((waits, [(group.ticket, len(group), group.meta) for group in groups]))
+            self._unsettled.clear()
+            self.since_ns = None
+
+    def split(self, admitted_ns: dict[int, int]) -> None:
+        """Split what was settled, O(n) a batch. `admitted_ns`: of tickets, as far as it is known."""
+        while self._due:
+            waits, batch = self._due.popleft()
+            ticket, size, meta = max(batch, key=lambda group: group[2].published_ns)
+            if size == 1:  # no siblings: what it is behind is the rest of the batch
+                others = (other.generated_ns - other.started_ns for one, _, other in batch if one != ticket)
+                meta = meta._replace(excess_ns=max(0, meta.excess_ns - max(others, default=0)))
+            admitted = min(admitted_ns.get(ticket, meta.claimed_ns), meta.claimed_ns)
+            for cause, ns in self._split(waits, meta, admitted).items():
+                self.ns[cause] += ns
 
     def _split(self, waits: Sequence[tuple[int, int]], last: Meta, admitted: int) -> dict[str, int]:
         def within(start: float, end: float) -> int:
@@ -161,7 +164,7 @@ class Waiting:
             with attendant.lock:
                 missing = taker.park(n)
                 if missing == 0:
-                    self._waits.settle(time.monotonic_ns(), taker.parked[:n], attendant.admission.admitted_ns)
+                    self._waits.settle(time.monotonic_ns(), taker.parked[:n])
                     return
                 if taker.to_recycle:
                     attendant.ring()

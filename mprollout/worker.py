@@ -234,6 +234,7 @@ class RolloutWorker:
             generated_ns=_ns(last.generated_s),
             published_ns=_now_ns(),
             excess_ns=_ns(max(0.0, last.took_s - siblings_s)),
+            oldest_version=min((span.version for one in made for span in one.sample.versions), default=-1),
         )
         samples, rewards = [one.sample for one in made], [one.reward for one in made]
         return encode_group(meta, prompt_ids, samples, rewards, self._config.ring.extra_fields)

@@ -98,7 +98,7 @@ class Played:
                 finish_reason="stop",
                 versions=[VersionSpan(version, 0, 1)],
             )
-            meta = [claim.ticket] + [0] * (len(Meta._fields) - 1)
+            meta = Meta(*[0] * len(Meta._fields))._replace(row=claim.ticket, oldest_version=version)
             assert self.producer.publish(claim, encode_group(meta, [5], [sample], [1.0]))
             self.keeper.segment.worker_words(0)[WorkerWord.GROUPS_PUBLISHED] += 1
 

@@ -91,7 +91,8 @@ def test_of_a_straggler_that_began_late_and_was_waited_for_late_nothing_is_left(
     """The trainer comes when all but 6 s are over; without the 7 s that the sample stood in line there were no wait."""
     waits = Waits()
     waits.begin(10)
-    waits.settle(16, [played_group(Meta(0, 0, 0, 0, 7, 16, 16, excess_ns=8))], {0: 0})
+    waits.settle(16, [played_group(Meta(0, 0, 0, 0, 7, 16, 16, excess_ns=8, oldest_version=0))])
+    waits.split({0: 0})
     assert waits.ns["generation"] == 6 == sum(waits.ns.values())
 
 
@@ -132,7 +133,7 @@ def test_a_trainer_that_is_slower_than_its_workers_does_not_wait() -> None:
 
 def test_the_parts_of_a_wait_are_disjoint_and_whole_wherever_it_is_cut() -> None:
     """Of one group's life from 10 to 70: whenever the trainer comes, the causes add up to its wait, and each is no longer than its phase."""
-    meta = Meta(0, 0, 0, claimed_ns=20, started_ns=30, generated_ns=50, published_ns=60, excess_ns=12)
+    meta = Meta(0, 0, 0, claimed_ns=20, started_ns=30, generated_ns=50, published_ns=60, excess_ns=12, oldest_version=0)
     phases = {"gate": 10, "workers": 5, "generation": 40, "straggler": 12, "reward": 20, "weights": 0}
     for start in range(70):
         for middle in range(start, 71, 7):
@@ -142,7 +143,8 @@ def test_the_parts_of_a_wait_are_disjoint_and_whole_wherever_it_is_cut() -> None
             waits.begin(start)
             waits.leave(middle)  # it ran out of time
             waits.begin(middle)
-            waits.settle(70, [played_group(meta)], {0: 10})
+            waits.settle(70, [played_group(meta)])
+            waits.split({0: 10})
             assert sum(waits.ns.values()) == 70 - start
             assert all(waits.ns[cause] <= most for cause, most in phases.items()), (start, waits.ns)
     assert waits.since_ns is None
@@ -151,11 +153,9 @@ def test_the_parts_of_a_wait_are_disjoint_and_whole_wherever_it_is_cut() -> None
 def test_a_ticket_that_a_death_gave_back_is_waited_for_as_workers() -> None:
     waits = Waits()
     waits.begin(0)
-    waits.settle(
-        100,
-        [played_group(Meta(0, 0, 1, claimed_ns=60, started_ns=60, generated_ns=90, published_ns=100, excess_ns=0))],
-        {0: 0},
-    )
+    meta = Meta(0, 0, 1, claimed_ns=60, started_ns=60, generated_ns=90, published_ns=100, excess_ns=0, oldest_version=0)
+    waits.settle(100, [played_group(meta)])
+    waits.split({0: 0})
     assert {cause: ns for cause, ns in waits.ns.items() if ns} == {"workers": 60, "generation": 30, "reward": 10}
 
 
@@ -204,7 +204,9 @@ def test_the_time_without_a_ready_worker_is_waited_for_as_workers() -> None:
             finish_reason="stop",
             versions=[VersionSpan(0, 0, 1)],
         )
-        meta = Meta(0, 0, 0, claimed_ns=now, started_ns=now, generated_ns=now, published_ns=now, excess_ns=0)
+        meta = Meta(
+            0, 0, 0, claimed_ns=now, started_ns=now, generated_ns=now, published_ns=now, excess_ns=0, oldest_version=0
+        )
         assert on.producer.publish(claim, encode_group(meta, [5], [sample], [1.0]))
         on.engine.get(1, timeout=10).release()
         waited = on.engine.stats().waited_s
