@@ -21,8 +21,7 @@ class Arena {
 public:
     Arena(std::uint64_t bytes, std::uint64_t allocation)
         : allocation_(round_up(allocation, kUnit)), free_bytes_(round_up(bytes, kUnit)) {
-        holes_.emplace(0, free_bytes_);
-        note(holes_.begin());
+        note(holes_.emplace(free_bytes_, 0).first, 0);
     }
 
     std::uint64_t free_bytes() const { return free_bytes_; }
@@ -31,8 +30,9 @@ public:
     // The start of the lowest hole that holds one allocation.
     std::optional<std::uint64_t> allocate() {
         if (fitting_.empty()) return std::nullopt;
-        const std::uint64_t at = *fitting_.begin();
-        cut(holes_.find(at), at, allocation_);
+        const auto hole = holes_.find(*fitting_.begin());
+        const std::uint64_t at = hole->second;
+        cut(hole, at, allocation_);
         return at;
     }
 
@@ -41,10 +41,8 @@ public:
         if (bytes > free_bytes_) return false;
         bytes = round_up(bytes, kUnit);
         if (bytes == 0) return true;
-        auto hole = holes_.upper_bound(at);
-        if (at % kUnit != 0 || hole == holes_.begin()) return false;
-        --hole;
-        if (bytes > hole->second || at - hole->first > hole->second - bytes) return false;
+        const auto hole = holes_.upper_bound(at);
+        if (at % kUnit != 0 || hole == holes_.end() || hole->second > at || bytes > hole->first - at) return false;
         cut(hole, at, bytes);
         return true;
     }
@@ -53,64 +51,59 @@ public:
         bytes = round_up(bytes, kUnit);
         if (bytes == 0) return;
         free_bytes_ += bytes;
-        const auto next = holes_.lower_bound(at);
-        const auto previous = next == holes_.begin() ? holes_.end() : std::prev(next);
-        const bool joins_next = next != holes_.end() && at + bytes == next->first;
-        if (previous != holes_.end() && previous->first + previous->second == at) {
-            previous->second += bytes + (joins_next ? next->second : 0);
-            if (joins_next) forget(next);
-            note(previous);
-        } else if (joins_next) {
-            bytes += next->second;
-            move(next, at, bytes);
+        auto next = holes_.lower_bound(at);
+        const auto previous = next != holes_.end() && next->first == at ? next++ : holes_.end();
+        if (next != holes_.end() && next->second == at + bytes) {
+            const std::uint64_t had = next->first - next->second;
+            next->second = previous == holes_.end() ? at : previous->second;
+            if (previous != holes_.end()) forget(previous);
+            note(next, had);
+        } else if (previous != holes_.end()) {
+            move(previous, at + bytes);
         } else {
-            note(holes_.emplace_hint(next, at, bytes));
+            note(holes_.emplace_hint(next, at + bytes, at), 0);
         }
     }
 
 private:
     using Hole = std::map<std::uint64_t, std::uint64_t>::iterator;
 
-    void note(Hole hole) {
-        if (hole->second >= allocation_) fitting_.insert(hole->first);
+    bool fits(std::uint64_t bytes) const { return bytes >= allocation_; }
+
+    // After it grew from so many bytes.
+    void note(Hole hole, std::uint64_t had) {
+        if (!fits(had) && fits(hole->first - hole->second)) fitting_.insert(hole->first);
     }
-    Hole forget(Hole hole) {
-        fitting_.erase(hole->first);
-        return holes_.erase(hole);
+    void forget(Hole hole) {
+        if (fits(hole->first - hole->second)) fitting_.erase(hole->first);
+        holes_.erase(hole);
     }
-    // The same place among the others, another start; without a new node.
-    void move(Hole hole, std::uint64_t start, std::uint64_t bytes) {
+    // A later end, the same place among the others; without a new node.
+    void move(Hole hole, std::uint64_t end) {
+        const std::uint64_t had = hole->first - hole->second;
         const auto behind = std::next(hole);
-        auto fit = fitting_.extract(hole->first);
+        auto fit = fits(had) ? fitting_.extract(hole->first) : std::set<std::uint64_t>::node_type();
         auto node = holes_.extract(hole);
-        node.key() = start;
-        node.mapped() = bytes;
-        holes_.insert(behind, std::move(node));
-        if (bytes < allocation_) return;
-        if (fit) {
-            fit.value() = start;
-            fitting_.insert(std::move(fit));
-        } else {
-            fitting_.insert(start);
-        }
+        node.key() = end;
+        hole = holes_.insert(behind, std::move(node));
+        if (!fit) return note(hole, had);
+        fit.value() = end;
+        fitting_.insert(std::move(fit));
     }
     void cut(Hole hole, std::uint64_t at, std::uint64_t bytes) {
-        const std::uint64_t start = hole->first, end = start + hole->second, cut_end = at + bytes;
+        const std::uint64_t start = hole->second, end = hole->first;
         free_bytes_ -= bytes;
-        if (start == at && cut_end == end) {
-            forget(hole);
-        } else if (start == at) {
-            move(hole, cut_end, end - cut_end);
-        } else {
-            hole->second = at - start;
-            if (hole->second < allocation_) fitting_.erase(start);
-            if (cut_end < end) note(holes_.emplace_hint(std::next(hole), cut_end, end - cut_end));
-        }
+        if (start < at) note(holes_.emplace_hint(hole, at, start), 0);
+        if (at + bytes == end) return forget(hole);
+        if (fits(end - start) && !fits(end - at - bytes)) fitting_.erase(end);
+        hole->second = at + bytes;
     }
 
     std::uint64_t allocation_, free_bytes_;
-    std::map<std::uint64_t, std::uint64_t> holes_;  // start -> bytes; never adjacent
-    std::set<std::uint64_t> fitting_;               // starts of those that hold an allocation
+    // end -> start; never adjacent. By its end, since what is claimed goes from a hole's start, and most that is trimmed
+    // comes back there: neither moves it among the others.
+    std::map<std::uint64_t, std::uint64_t> holes_;
+    std::set<std::uint64_t> fitting_;  // ends of those that hold an allocation
 };
 
 }  // namespace mprollout
