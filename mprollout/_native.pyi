@@ -114,9 +114,9 @@ class Segment(metaclass=_NativeType):
         """Drop this handle's use of the mapping; it is unmapped when the last view dies."""
 
 @final
-class Claim(metaclass=_NativeType):
+class Claim:
     """One running attempt: what publish, retry, end and give_back act on."""
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # made by Producer.claim and retry
+    def __init__(self) -> None: ...  # raises: made by Producer.claim and retry
     @property
     def ticket(self) -> int: ...
     @property
@@ -138,7 +138,7 @@ class Producer(metaclass=_NativeType):
     @property
     def starved_for_room(self) -> bool:
         """Whether the last claim returned None for want of room in this arena although a READY ticket stood there."""
-    def publish(self, claim: Claim, arrays: Sequence[Buffer | tuple[str, Sequence[Sequence[Any] | Buffer]]]) -> bool:
+    def publish(self, claim: Claim, arrays: Sequence[Buffer | tuple[str, Sequence[Sequence[Any] | Buffer]]], /) -> bool:
         """Write the fields (one a schema field, any length incl. 0) and publish. False: a stale attempt, nothing published, room freed.
 
         A field is an array or another C-contiguous buffer, or (dtype, parts): lists or tuples of numbers, and buffers of that dtype, written one

@@ -11,7 +11,7 @@
 #include <cmath>
 #include <unordered_map>
 
-#include "columns.h"
+#include "claim.h"
 #include "lease.h"
 
 namespace nb = nanobind;
@@ -59,16 +59,6 @@ Shape shape_of(std::int64_t workers, std::int64_t entries, std::int64_t cells, s
 }
 
 std::string_view view_of(const nb::bytes& b) { return {b.c_str(), b.size()}; }
-
-struct PyClaim {
-    ClaimPtr claim;
-    std::shared_ptr<Producer> producer;
-};
-
-nb::object claim_or_none(ClaimPtr claim, const std::shared_ptr<Producer>& producer) {
-    if (!claim) return nb::none();
-    return nb::cast(PyClaim{std::move(claim), producer});
-}
 
 class PyConsumer {
 public:
@@ -276,7 +266,7 @@ void as_builtin(nb::handle scope, const char* name, const char* doc) {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // leases and views may outlive the interpreter's tidy end
     segment_error = nb::exception<SegmentError>(m, "SegmentError", PyExc_ValueError).ptr();
-    nb::exception<GroupTooLarge>(m, "GroupTooLarge", PyExc_ValueError);
+    too_large_error = nb::exception<GroupTooLarge>(m, "GroupTooLarge", PyExc_ValueError).ptr();
     nb::exception<TakerBusy>(m, "TakerBusy", PyExc_RuntimeError);
     nb::register_exception_translator([](const std::exception_ptr& p, void*) {
         try {
@@ -375,54 +365,38 @@ NB_MODULE(_native, m) {
              })  // pairs with set_idle
         .def("close", &Segment::close);
 
-    nb::class_<PyClaim>(m, "Claim", nb::is_final())
-        .def_prop_ro("ticket", [](const PyClaim& c) { return c.claim->ticket; })
-        .def_prop_ro("attempt", [](const PyClaim& c) { return Entry::unpack(c.claim->word).attempt; })
-        .def_prop_ro("deaths", [](const PyClaim& c) { return Entry::unpack(c.claim->word).deaths; })
-        .def_prop_ro("prompt",
-                     [](const PyClaim& c) { return nb::bytes(c.claim->prompt.data(), c.claim->prompt.size()); })
-        .def_prop_ro("current", [](const PyClaim& c) { return c.producer->current(*c.claim); });
-
-    using ProducerPtr = std::shared_ptr<Producer>;
-    struct PyProducer {
-        ProducerPtr producer;
-    };
-    nb::class_<PyProducer>(m, "Producer", nb::is_final())
+    make_claim_type(m);
+    nb::class_<Producer> producer(m, "Producer", nb::is_final());
+    make_producer_methods(producer);
+    producer
         .def(
             "__init__",
-            [](PyProducer* self, const Segment& segment, std::int64_t worker) {
-                new (self)
-                    PyProducer{std::make_shared<Producer>(segment.writable(), natural("Producer: worker", worker))};
+            [](Producer* self, const Segment& segment, std::int64_t worker) {
+                new (self) Producer(segment.writable(), natural("Producer: worker", worker));
             },
             "segment"_a, "worker"_a)
-        .def("claim", [](const PyProducer& p) { return claim_or_none(p.producer->claim(), p.producer); })
-        .def_prop_ro("starved_for_room", [](const PyProducer& p) { return p.producer->starved_for_room(); })
-        .def(
-            "publish",
-            [](const PyProducer& p, const PyClaim& c, nb::sequence arrays) {
-                return Columns(arrays).publish(*p.producer, *c.claim);
-            },
-            "claim"_a, "arrays"_a)
+        .def_prop_ro("starved_for_room", &Producer::starved_for_room)
         .def(
             "retry",
-            [](const PyProducer& p, const PyClaim& c) {
-                return claim_or_none(p.producer->retry(*c.claim), p.producer);
+            [](nb::handle_t<Producer> self, nb::handle claim) {
+                Producer& producer = producer_of(self.ptr());
+                return hand_out(self, producer, producer.retry(claim_of(claim)), [claim](const Claim&) {
+                    return nb::borrow(reinterpret_cast<PyClaim*>(claim.ptr())->prompt);
+                });
             },
             "claim"_a)
         .def(
-            "give_back", [](const PyProducer& p, const PyClaim& c) { return p.producer->give_back(*c.claim); },
-            "claim"_a)
+            "give_back", [](Producer& p, nb::handle claim) { return p.give_back(claim_of(claim)); }, "claim"_a)
         .def(
             "end",
-            [](const PyProducer& p, const PyClaim& c, std::int64_t state, std::int64_t reason) {
-                return p.producer->end(*c.claim, natural("end: state", state), natural("end: reason", reason));
+            [](Producer& p, nb::handle claim, std::int64_t state, std::int64_t reason) {
+                return p.end(claim_of(claim), natural("end: state", state), natural("end: reason", reason));
             },
             "claim"_a, "state"_a, "reason"_a)
-        .def(
-            "set_idle", [](const PyProducer& p, bool idle) { p.producer->set_idle(idle); }, "idle"_a)
-        .def_prop_ro("claims", [](const PyProducer& p) { return p.producer->claims(); })
-        .def_prop_ro("incarnation", [](const PyProducer& p) { return p.producer->incarnation(); })
-        .def_prop_ro("free_bytes", [](const PyProducer& p) { return p.producer->free_bytes(); });
+        .def("set_idle", &Producer::set_idle, "idle"_a)
+        .def_prop_ro("claims", &Producer::claims)
+        .def_prop_ro("incarnation", &Producer::incarnation)
+        .def_prop_ro("free_bytes", &Producer::free_bytes);
 
     make_lease_types(m);
     m.def("views", &views, "leases"_a, "dtypes"_a);

@@ -24,6 +24,13 @@ struct Where {
     }
 };
 
+// Of an array that can be copied as it lies.
+inline std::optional<Field> memory_of(PyArrayObject* array) {
+    if (!PyArray_IS_C_CONTIGUOUS(array) || PyDataType_REFCHK(PyArray_DESCR(array))) return std::nullopt;
+    const npy_intp items = PyArray_NDIM(array) == 1 ? PyArray_DIM(array, 0) : PyArray_SIZE(array);
+    return Field{PyArray_DATA(array), static_cast<std::uint64_t>(items * PyArray_ITEMSIZE(array))};
+}
+
 // Memory of a Python object, held.
 struct Raw {
     const void* data = nullptr;
@@ -32,11 +39,11 @@ struct Raw {
     Raw() = default;
     Raw(nb::handle given, const Where& where) {
         if (is_array(given.ptr())) {
-            auto* array = reinterpret_cast<PyArrayObject*>(given.ptr());
-            if (!PyArray_IS_C_CONTIGUOUS(array) || PyDataType_REFCHK(PyArray_DESCR(array)))
+            const auto memory = memory_of(reinterpret_cast<PyArrayObject*>(given.ptr()));
+            if (!memory)
                 throw std::invalid_argument(where() + ": expected a C-contiguous buffer without Python objects");
-            data = PyArray_DATA(array);
-            bytes = static_cast<std::uint64_t>(PyArray_NBYTES(array));
+            data = memory->data;
+            bytes = memory->bytes;
             array_ = nb::borrow(given);
             return;
         }
@@ -246,6 +253,23 @@ public:
 private:
     std::vector<Column> columns_;
 };
+
+// Nearly all groups of a fast worker are a few arrays in a list: nothing needs to be held or kept then, since no Python code
+// runs until they are written.
+inline bool publish(Producer& producer, Claim& claim, nb::handle arrays) {
+    constexpr Py_ssize_t kFew = 32;
+    const bool plain = PyList_CheckExact(arrays.ptr()) || PyTuple_CheckExact(arrays.ptr());
+    const Py_ssize_t count = plain ? PySequence_Fast_GET_SIZE(arrays.ptr()) : 0;
+    if (!plain || count > kFew || !numpy_ready()) return Columns(arrays).publish(producer, claim);
+    Field fields[kFew];
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* given = PySequence_Fast_GET_ITEM(arrays.ptr(), i);
+        const auto memory = PyArray_Check(given) ? memory_of(reinterpret_cast<PyArrayObject*>(given)) : std::nullopt;
+        if (!memory) return Columns(arrays).publish(producer, claim);
+        fields[i] = *memory;
+    }
+    return producer.publish(claim, {fields, static_cast<std::size_t>(count)});
+}
 
 // The first item of each row: the logprobs of SGLang's [logprob, id, text], without a pass in Python.
 inline nb::list first_of_each(nb::handle rows) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "consumer.h"
+#include "guarded.h"
 #include "numpy_api.h"
 
 namespace mprollout {
@@ -39,7 +40,6 @@ struct Lease {
 };
 
 inline PyTypeObject *lease_type = nullptr, *views_type = nullptr;
-inline PyObject* segment_error = nullptr;  // the Python class
 
 inline Lease* as_lease(PyObject* object) {
     return Py_TYPE(object) == lease_type ? reinterpret_cast<Lease*>(object) : nullptr;
@@ -134,27 +134,6 @@ inline PyObject* new_view(const Lease* lease, const nb::object& base, std::uint6
     // What PyArray_SetBaseObject does for a base that is no array.
     reinterpret_cast<PyArrayObject_fields*>(array)->base = nb::object(base).release().ptr();
     return array;
-}
-
-// C++ exceptions at the border of functions that nanobind does not wrap.
-template <class F>
-PyObject* guarded(F body) {
-    try {
-        return body();
-    } catch (nb::python_error& e) {
-        e.restore();
-    } catch (const nb::builtin_exception& e) {
-        PyErr_SetString(e.type() == nb::exception_type::type_error ? PyExc_TypeError : PyExc_ValueError, e.what());
-    } catch (const std::out_of_range& e) {
-        PyErr_SetString(PyExc_IndexError, e.what());
-    } catch (const std::invalid_argument& e) {
-        PyErr_SetString(PyExc_ValueError, e.what());
-    } catch (const SegmentError& e) {
-        PyErr_SetString(segment_error, e.what());
-    } catch (const std::exception& e) {
-        PyErr_SetString(PyExc_RuntimeError, e.what());
-    }
-    return nullptr;
 }
 
 inline PyObject* lease_field(PyObject* self, PyObject* const* args, Py_ssize_t count) {

@@ -57,12 +57,12 @@ void write_payload(unsigned char* to, std::uint64_t ticket, std::span<const Sour
 
 constexpr int kPoison = 0xee;
 
+// Of the copies of a claim one is used.
 struct Claim {
     std::uint64_t entry, word, ticket, descriptor, extent;
-    std::string prompt;
-    const void* owner;  // the Producer; nullptr: this handle is dead
+    std::string_view prompt;  // in the segment, until the ticket ends: copy it at once
+    const void* owner;        // the Producer; nullptr: this handle is dead
 };
-using ClaimPtr = std::shared_ptr<Claim>;
 
 class Producer {
 public:
@@ -91,7 +91,7 @@ public:
         poison_ = poison != nullptr && std::strcmp(poison, "1") == 0;
     }
 
-    ClaimPtr claim() {
+    std::optional<Claim> claim() {
         check_process();
         if (superseded())
             throw std::runtime_error(text("claim: expected incarnation ", incarnation_, " of worker ", worker_,
@@ -100,12 +100,12 @@ public:
         starved_ = false;
         // [K2] [K3] of the model: a look at the words, then at a record
         auto ready = finder_.find(*m_);
-        if (!ready) return nullptr;
+        if (!ready) return std::nullopt;
         // [K1]
         const auto extent = reserve();
         if (!extent) {
             starved_ = true;
-            return nullptr;
+            return std::nullopt;
         }
         for (; ready; ready = finder_.find(*m_)) {
             Entry mine = Entry::unpack(ready->word);
@@ -114,15 +114,15 @@ public:
             // [K4]
             if (!hand_over(m_->table_word(ready->entry), ready->word, mine.pack())) continue;
             const std::uint64_t bytes = std::min(ready->prompt_bytes, m_->shape().max_prompt_bytes);
-            auto claim = std::make_shared<Claim>(
-                Claim{ready->entry, mine.pack(), ready->ticket, free_.back(), *extent,
-                      std::string(reinterpret_cast<char*>(m_->prompt(ready->entry)), bytes), this});
+            const Claim claim{ready->entry, mine.pack(), ready->ticket,
+                              free_.back(), *extent,     {reinterpret_cast<char*>(m_->prompt(ready->entry)), bytes},
+                              this};
             free_.pop_back();
             ++claims_;
             return claim;
         }
         arena_.free(*extent, arena_.allocation());
-        return nullptr;
+        return std::nullopt;
     }
 
     bool publish(Claim& claim, std::span<const Field> fields) { return publish_from<Field>(claim, fields); }
@@ -176,8 +176,8 @@ public:
     }
 
     // A new handle owns the room; the old one is dead.
-    ClaimPtr retry(Claim& claim) {
-        if (!alive(claim)) return nullptr;
+    std::optional<Claim> retry(Claim& claim) {
+        if (!alive(claim)) return std::nullopt;
         Entry next = Entry::unpack(claim.word);
         if (next.attempt == kMaxAttempt)
             throw std::overflow_error(
@@ -186,10 +186,10 @@ public:
         // [K5]
         if (!hand_over(m_->table_word(claim.entry), claim.word, next.pack())) {
             drop(claim);
-            return nullptr;
+            return std::nullopt;
         }
-        auto again = std::make_shared<Claim>(claim);
-        again->word = next.pack();
+        Claim again = claim;
+        again.word = next.pack();
         claim.owner = nullptr;
         return again;
     }

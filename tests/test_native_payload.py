@@ -3,6 +3,7 @@
 import os
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -258,3 +259,34 @@ def test_lists_that_do_not_fit_are_refused_by_place(rig: Rig, wrong: Any, error:
 def test_lists_beyond_the_extent_are_refused_before_a_byte(rig: Rig) -> None:
     with pytest.raises(native.GroupTooLarge, match="8192 bytes"):
         through(rig, ("<i8", [[1] * 1100]), "<i8")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_arrays_of_any_number_and_shape_are_published_as_they_lie(rig: Rig, kind: Callable[[Any], Any]) -> None:
+    """A few arrays in a list go a shorter way than others; both write the same bytes and refuse the same."""
+    shapes = [(), (0,), (3,), (2, 3), (2, 0, 4), (1,)]
+    for count in (0, 1, 6, 32, 33, 60):
+        arrays = [np.full(shapes[i % 6], i, np.int32) for i in range(count)]
+        rig.admitter.sweep()
+        assert rig.admitter.admit(count, b"")
+        assert rig.producer.publish(rig.claim(), kind(arrays))
+        lease = rig.take()
+        assert lease.fields == count
+        for i, array in enumerate(arrays):
+            assert lease.field(i, "<i4").tolist() == array.reshape(-1).tolist()
+        rig.consumer.deliver([lease])
+    assert rig.admitter.admit(100, b"")
+    claim = rig.claim()
+    for wrong in (np.arange(6)[::2], np.array([None])):
+        with pytest.raises(ValueError, match=r"arrays\[1\].*C-contiguous"):
+            rig.producer.publish(claim, kind([np.zeros(1), wrong]))
+    with pytest.raises(native.GroupTooLarge, match="max_group_bytes"):
+        rig.producer.publish(claim, kind([np.zeros(8 * KIB)]))
+    for not_a_claim in (None, object(), 1):
+        with pytest.raises(TypeError, match="Claim"):
+            rig.producer.publish(not_a_claim, kind([]))  # type: ignore[arg-type]
+    unmade = native.Producer.__new__(native.Producer)
+    for call in (unmade.claim, lambda: unmade.publish(claim, [])):
+        with pytest.raises(TypeError, match="initialised"):
+            call()
+    assert rig.producer.publish(claim, kind([np.zeros(1)]))

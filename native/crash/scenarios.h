@@ -49,7 +49,7 @@ inline void answer(bool done) { notes().answer = done ? 2 : 1; }
 inline void leave_all_kinds(World& w, bool leased) {
     Producer dead(w.m, 0);
     w.admit(4);
-    std::vector<ClaimPtr> c;
+    std::vector<std::optional<Claim>> c;
     for (int i = 0; i < 4; ++i) c.push_back(World::claim(dead));
     w.publish_now(dead, 0, *c[3]);
     if (leased) {
@@ -68,7 +68,7 @@ inline std::vector<Scenario> scenarios() {
     const auto add = [&](Scenario s) { all.push_back(std::move(s)); };
     const auto publishing = [](World& w, std::uint64_t worker) {
         Producer p(w.m, worker);
-        const ClaimPtr c = World::claim(p);
+        std::optional<Claim> c = World::claim(p);
         CHECK(c);
         marker();
         const bool done = World::publish(p, worker, *c);
@@ -89,7 +89,7 @@ inline std::vector<Scenario> scenarios() {
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
              marker();
-             const ClaimPtr c = World::claim(p);
+             std::optional<Claim> c = World::claim(p);
              marker();
              if (c) answer(World::publish(p, worker, *c));
          }});
@@ -100,9 +100,9 @@ inline std::vector<Scenario> scenarios() {
          [](World& w) { w.admit(3); },
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
-             const ClaimPtr first = World::claim(p);
+             std::optional<Claim> first = World::claim(p);
              marker();
-             const ClaimPtr c = World::claim(p);
+             std::optional<Claim> c = World::claim(p);
              marker();
              if (first) World::publish(p, worker, *first);
              if (c) answer(World::publish(p, worker, *c));
@@ -134,7 +134,7 @@ inline std::vector<Scenario> scenarios() {
          [](World& w) { w.admit(2); },
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
-             const ClaimPtr c = World::claim(p), d = World::claim(p);
+             std::optional<Claim> c = World::claim(p), d = World::claim(p);
              CHECK(c && d);
              marker();
              const bool done = World::publish(p, worker, *c) & World::publish(p, worker, *d);
@@ -148,10 +148,11 @@ inline std::vector<Scenario> scenarios() {
          [](World& w) { w.admit(2); },
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
-             for (int i = 0; i < 2; ++i) CHECK(World::publish(p, worker, *World::claim(p)));
+             std::optional<Claim> c;
+             for (int i = 0; i < 2; ++i) CHECK((c = World::claim(p)) && World::publish(p, worker, *c));
              marker();
              marker();
-             const ClaimPtr c = World::claim(p);
+             c = World::claim(p);
              const bool done = c && World::publish(p, worker, *c);
              marker();
              if (c) answer(done);
@@ -166,9 +167,9 @@ inline std::vector<Scenario> scenarios() {
          [](World& w) { w.admit(); },
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
-             const ClaimPtr old = World::claim(p);
+             std::optional<Claim> old = World::claim(p);
              marker();
-             const ClaimPtr c = p.retry(*old);
+             std::optional<Claim> c = p.retry(*old);
              marker();
              CHECK(!World::publish(p, worker, *old));
              answer(c && World::publish(p, worker, *c));
@@ -182,7 +183,7 @@ inline std::vector<Scenario> scenarios() {
          },
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
-             const ClaimPtr c = World::claim(p);
+             std::optional<Claim> c = World::claim(p);
              marker();
              const bool done = p.end(*c, FILTERED, kReason);
              marker();
@@ -194,7 +195,7 @@ inline std::vector<Scenario> scenarios() {
          [](World& w) { w.admit(); },
          [](World& w, std::uint64_t worker) {
              Producer p(w.m, worker);
-             const ClaimPtr c = World::claim(p);
+             std::optional<Claim> c = World::claim(p);
              marker();
              const bool done = p.give_back(*c);
              marker();
@@ -208,7 +209,7 @@ inline std::vector<Scenario> scenarios() {
              Producer p(w.m, worker);
              marker();
              p.set_idle(true);
-             const ClaimPtr c = World::claim(p);
+             std::optional<Claim> c = World::claim(p);
              p.set_idle(false);
              marker();
              if (c) answer(World::publish(p, worker, *c));
@@ -225,10 +226,10 @@ inline std::vector<Scenario> scenarios() {
              [](World& w, std::uint64_t worker) {
                  marker();
                  Producer p(w.m, worker);
-                 std::vector<ClaimPtr> claims;  // all that it has room for, so that nothing it forgot stays whole
-                 while (const ClaimPtr c = World::claim(p)) claims.push_back(c);
+                 std::vector<Claim> claims;  // all that it has room for, so that nothing it forgot stays whole
+                 while (const std::optional<Claim> c = World::claim(p)) claims.push_back(*c);
                  marker();
-                 for (const ClaimPtr& c : claims) answer(World::publish(p, worker, *c));
+                 for (Claim& c : claims) answer(World::publish(p, worker, c));
              }});
         add({leased ? "recover" : "recover, pending", Role::kKeeper, {READY, READY}, leave, recovering});
     }

@@ -62,8 +62,8 @@ public:
         return true;
     }
 
-    static ClaimPtr claim(Producer& p) {
-        ClaimPtr c = p.claim();
+    static std::optional<Claim> claim(Producer& p) {
+        std::optional<Claim> c = p.claim();
         CHECK(!c || c->prompt == std::to_string(c->ticket) || !p.current(*c));  // not: the ticket was taken away
         return c;
     }
@@ -102,9 +102,9 @@ public:
 
     // The helper publishes one group, if there is a READY ticket.
     bool publish_one() {
-        ClaimPtr c = claim(helper());
+        std::optional<Claim> c = claim(helper());
         if (c) publish_now(helper(), kHelper, *c);
-        return c != nullptr;
+        return c.has_value();
     }
 
     // The helper works until the table is full, in whatever memory was given back.
@@ -201,7 +201,7 @@ public:
             for (std::uint64_t round = 0; ended_.size() < tickets_; ++round) {
                 CHECK(round < 4 * kEntries);  // a ticket that no longer ends
                 const std::uint64_t w = round % kWorkers;
-                if (ClaimPtr c = claim(workers[w])) publish_now(workers[w], w, *c);
+                if (std::optional<Claim> c = claim(workers[w])) publish_now(workers[w], w, *c);
                 drain();
             }
         }
@@ -289,13 +289,14 @@ private:
     void fill(std::uint64_t worker) {
         Producer p(m, worker);
         CHECK(p.free_bytes() == m->arena_room());
-        std::vector<ClaimPtr> claims;
+        std::vector<Claim> claims;
         CHECK(admit(kEntries));
         for (std::uint64_t i = 0; i < kEntries; ++i) {
-            claims.push_back(claim(p));
-            CHECK(claims.back());
+            const std::optional<Claim> c = claim(p);
+            CHECK(c);
+            claims.push_back(*c);
         }
-        for (const ClaimPtr& c : claims) publish_now(p, worker, *c);
+        for (Claim& c : claims) publish_now(p, worker, c);
         drain();
         CHECK(ended_.size() == tickets_ && p.free_bytes() == m->arena_room());
     }

@@ -54,7 +54,8 @@ std::vector<Image> good_images() {
     const auto publish = [&](Producer& p) {
         CHECK(admitter.admit(static_cast<std::int64_t>(ticket), "prompt"));
         const Field fields[] = {{&ticket, 8}, {nullptr, 0}, {"payload", 7}};
-        CHECK(p.publish(*p.claim(), fields));
+        std::optional<Claim> claim = p.claim();
+        CHECK(claim && p.publish(*claim, fields));
         ++ticket;
     };
     for (int i = 0; i < 7; ++i) {  // laps, and memory that was used before
@@ -68,7 +69,7 @@ std::vector<Image> good_images() {
     publish(second);
     CHECK(consumer.take());
     CHECK(admitter.admit(100, "running") && admitter.admit(101, "ready"));
-    const ClaimPtr running = second.claim();
+    std::optional<Claim> running = second.claim();
     CHECK(running);
     keep();  // one taken, one pending, one running, one ready
     m->hot().taker.store(0);
@@ -222,7 +223,7 @@ private:
             case 7:
             case 8: {
                 Producer& p = producer(worker);
-                const ClaimPtr claim = p.claim();
+                std::optional<Claim> claim = p.claim();
                 sum += p.free_bytes() + p.starved_for_room();
                 if (!claim) break;
                 sum += claim->prompt.size();
@@ -230,7 +231,7 @@ private:
                     p.give_back(*claim);
                 else if (random_() % 4 == 0)
                     p.end(*claim, FAILED, 3);
-                else if (const ClaimPtr again = p.retry(*claim)) {
+                else if (std::optional<Claim> again = p.retry(*claim)) {
                     const std::string payload(random_() % 3000, 'x');  // some too large
                     const Field fields[] = {{payload.data(), payload.size()}, {nullptr, 0}};
                     p.publish(*again, fields);

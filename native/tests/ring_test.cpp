@@ -27,7 +27,7 @@ bool incarnation(const MappingPtr& m, std::uint64_t worker, std::mt19937_64& ran
     Producer producer(m, worker);
     std::vector<std::uint64_t> data(kGroup / 8);
     while (!done.load(std::memory_order_relaxed)) {
-        ClaimPtr claim = producer.claim();
+        std::optional<Claim> claim = producer.claim();
         if (!claim) {
             std::this_thread::yield();
             continue;
@@ -44,7 +44,7 @@ bool incarnation(const MappingPtr& m, std::uint64_t worker, std::mt19937_64& ran
             return true;
         }
         if (step == 2) {
-            ClaimPtr again = producer.retry(*claim);
+            std::optional<Claim> again = producer.retry(*claim);
             CHECK(again && !producer.publish(*claim, {}) && producer.current(*again));
             claim = again;
         }

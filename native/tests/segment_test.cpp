@@ -118,6 +118,12 @@ void header() {
     }
 }
 
+void publish_next(Producer& producer) {
+    const Field f{"payload", 7};
+    std::optional<Claim> claim = producer.claim();
+    CHECK(claim && producer.publish(*claim, {&f, 1}));
+}
+
 void body() {
     std::mt19937_64 random(3);
     const MappingPtr m = Mapping::create({2, 4, 4, 4, 4096, 1024, 64, 0}, "");
@@ -125,8 +131,7 @@ void body() {
     Producer producer(m, 1);
     for (int i = 0; i < 3; ++i) {
         CHECK(admitter.admit(i, "prompt"));
-        const Field f{"payload", 7};
-        CHECK(producer.publish(*producer.claim(), {&f, 1}));
+        publish_next(producer);
     }
     const std::vector<char> good = image(*m);
     int errors = 0;
@@ -157,7 +162,7 @@ void body() {
             }
             recover(*n, 1, 3, 0, true);
             Producer next(n, 1);
-            if (const ClaimPtr claim = next.claim()) next.give_back(*claim);
+            if (std::optional<Claim> claim = next.claim()) next.give_back(*claim);
             Admitter(n).sweep();
         } catch (const SegmentError&) {
             ++errors;
@@ -188,7 +193,7 @@ void scribbled_in_use() {
         Consumer consumer(m, -1);
         for (std::int64_t ticket = 0; ticket < 20; ++ticket) {
             CHECK(admitter.admit(ticket, ""));
-            CHECK(producer.publish(*producer.claim(), {&f, 1}));
+            publish_next(producer);
             const auto t = consumer.take();
             CHECK(t);
             deliver(*m, *t);
@@ -203,7 +208,8 @@ void scribbled_in_use() {
         const MappingPtr m = fresh();
         Admitter admitter(m);
         Producer producer(m, 0);
-        CHECK(admitter.admit(0, "") && producer.publish(*producer.claim(), {&f, 1}));
+        CHECK(admitter.admit(0, ""));
+        publish_next(producer);
         for (std::uint64_t bytes : {~0ULL, ~0ULL - 62, 1ULL << 63, 4097ULL}) {
             m->descriptor(0, 0).extent_bytes = bytes;
             CHECK(raises([&] { Producer(m, 0); }));
@@ -215,7 +221,7 @@ void scribbled_in_use() {
         Admitter admitter(m);
         Producer producer(m, 0);
         CHECK(admitter.admit(0, ""));
-        const ClaimPtr claim = producer.claim();
+        std::optional<Claim> claim = producer.claim();
         m->cell(0).store(Cell{77, 0, 0, 1}.pack());
         CHECK(raises([&] { producer.publish(*claim, {&f, 1}); }));
     }
