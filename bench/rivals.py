@@ -59,14 +59,14 @@ class Ring(Transport):
 
     def all_sender(self, worker: int) -> Callable[[Iterator[Group]], int]:
         producer = _native.Producer(_native.Segment.attach(self.segment.fd), worker)
-        bell = select.poll()
+        bell, end = select.poll(), self.END
         bell.register(self.bells[worker], select.POLLIN)
 
         def send(groups: Iterator[Group]) -> int:
             sent = 0
             while True:
                 claim = producer.claim() or self.sleep_until_claim(producer, worker, bell)
-                if claim.prompt == self.END:
+                if claim.prompt == end:
                     producer.end(claim, _native.FILTERED, 0)
                     return sent
                 producer.publish(claim, next(groups))
@@ -131,9 +131,7 @@ class RingSpin(Ring):
     name = "ring-spin"
 
     def take(self, n: int) -> list[_native.Lease]:
-        while not (leases := self.consumer.try_take(n)):
-            pass
-        return leases
+        return self.consumer.take(n, None, spin=True)
 
 
 class Queue(Transport):

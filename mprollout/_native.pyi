@@ -202,8 +202,11 @@ class Consumer(metaclass=_NativeType):
     def take(self) -> Lease | None:
         """Ingest the next published group, FIFO; None when nothing is pending."""
     @overload
-    def take(self, count: int, timeout_s: float | None) -> list[Lease]:
-        """Ingest exactly `count`, FIFO, or none: [] after the timeout. Waits; Ctrl-C gets through."""
+    def take(self, count: int, timeout_s: float | None, spin: bool = False) -> list[Lease]:
+        """Ingest exactly `count`, FIFO, or none: [] after the timeout. Waits; Ctrl-C gets through.
+
+        `spin`: never sleep, for the last microseconds of latency. It costs a CPU (yielded now and then), and runs without the GIL.
+        """
     def try_take(self, count: int) -> list[Lease]:
         """Ingest exactly `count`, FIFO, or none ([])."""
     def available(self) -> int:

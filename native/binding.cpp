@@ -85,7 +85,7 @@ public:
         return leases;
     }
 
-    nb::list take(std::int64_t count, std::optional<double> timeout_s) {
+    nb::list take(std::int64_t count, std::optional<double> timeout_s, bool spin) {
         const std::int64_t end = deadline("take", timeout_s.value_or(1e9));
         for (bool there = false;;) {
             const std::uint32_t seen = news();
@@ -95,7 +95,7 @@ public:
             if (there)
                 throw SegmentError(
                     text("index: expected ", count, " groups, as its last cell says, got ", available()));
-            there = wait(count, seen, left_s);
+            there = wait_for("take", count, seen, left_s, spin);
         }
     }
 
@@ -151,29 +151,7 @@ public:
     }
 
     bool wait(std::int64_t count, std::uint32_t seen, double timeout_s) {
-        const std::uint64_t target = target_of("wait", count);
-        const std::int64_t end = deadline("wait", timeout_s);
-        if (waiting_) throw std::runtime_error("wait: expected one waiter, got a second one in this process");
-        if (enough(target)) return true;
-        const MappingPtr m = mapping_;
-        struct Flag {
-            bool& flag;
-            explicit Flag(bool& f) : flag(f) { flag = true; }
-            ~Flag() { flag = false; }
-        } flag(waiting_);
-        bool spun = false;
-        for (;;) {
-            if (reached(*m, target)) return true;
-            const std::int64_t left = end - now_ns();
-            if (news_since(*m, seen) || left <= 0) return false;
-            {
-                nb::gil_scoped_release unlocked;
-                if (!spun) spinner_.spin(*m, target, seen);
-                spun = true;
-                if (!reached(*m, target)) sleep_slice(*m, target, seen, std::min<std::int64_t>(left, kSafetyLookNs));
-            }
-            if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        }
+        return wait_for("wait", count, seen, timeout_s, false);
     }
 
     // For a sleep by eventfd: the first half of a wait. disarm() is the other.
@@ -207,6 +185,36 @@ public:
     }
 
 private:
+    bool wait_for(const char* call, std::int64_t count, std::uint32_t seen, double timeout_s, bool spin) {
+        const std::uint64_t target = target_of(call, count);
+        const std::int64_t end = deadline(call, timeout_s);
+        if (waiting_) throw std::runtime_error("Consumer: expected one waiter, got a second one in this process");
+        if (enough(target)) return true;
+        const MappingPtr m = mapping_;
+        struct Flag {
+            bool& flag;
+            explicit Flag(bool& f) : flag(f) { flag = true; }
+            ~Flag() { flag = false; }
+        } flag(waiting_);
+        bool spun = false;
+        for (;;) {
+            if (reached(*m, target)) return true;
+            const std::int64_t left = end - now_ns();
+            if (news_since(*m, seen) || left <= 0) return false;
+            {
+                nb::gil_scoped_release unlocked;
+                const std::int64_t slice = std::min<std::int64_t>(left, kSafetyLookNs);
+                if (!spin && !spun) spinner_.spin(*m, target, seen);
+                spun = true;
+                if (spin)
+                    spin_slice(*m, target, seen, slice);
+                else if (!reached(*m, target))
+                    sleep_slice(*m, target, seen, slice);
+            }
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        }
+    }
+
     nb::object hold(const Taken& taken) {
         nb::object lease = new_lease(consumer_.taker(), taken);
         if (!as_lease(lease.ptr())->delivered) held_.push_back(lease);
@@ -406,7 +414,7 @@ NB_MODULE(_native, m) {
     nb::class_<PyConsumer>(m, "Consumer", nb::is_final())
         .def(nb::init<const Segment&, int>(), "segment"_a, "bell_fd"_a = -1)
         .def("take", &PyConsumer::take_one)
-        .def("take", &PyConsumer::take, "count"_a, "timeout_s"_a.none())
+        .def("take", &PyConsumer::take, "count"_a, "timeout_s"_a.none(), "spin"_a = false)
         .def("try_take", &PyConsumer::try_take, "count"_a)
         .def("available", &PyConsumer::available)
         .def("peek", &PyConsumer::peek, "count"_a)

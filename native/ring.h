@@ -6,6 +6,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 
 #include <set>
 #include <utility>
@@ -235,6 +236,12 @@ inline bool news_since(const Mapping& m, std::uint32_t seen) {
     return m.hot().wake_sequence.load(std::memory_order_seq_cst) != seen;  // seq_cst: see wake_taker()
 }
 
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
 // Spins a little before a sleep: a wake by futex costs about as much as is spun here. While groups come faster than that it
 // goes on, since the last one will come as fast. Where it does not help (the publisher needs this very CPU, or comes much
 // later) it is left out more and more often: after k misses in a row 2^k - 1 times.
@@ -255,11 +262,7 @@ public:
                 tail = t;
                 end = now + kSpinNs;
             }
-            for (int i = 0; i < 16; ++i) {
-#if defined(__x86_64__)
-                __builtin_ia32_pause();
-#endif
-            }
+            for (int i = 0; i < 16; ++i) pause();
         }
         misses_ = std::min(misses_ + 1, kMostMisses);
         skip_ = (1 << misses_) - 1;
@@ -295,6 +298,20 @@ inline void sleep_slice(const Mapping& m, std::uint64_t target, std::uint32_t se
     // [S5]
     ::syscall(SYS_futex, &m.hot().wake_sequence, FUTEX_WAIT, seen, &t, nullptr, 0);
     disarm(m);
+}
+
+// As a sleep, on the CPU: arms nothing, so no publisher makes a system call for it. Others get the CPU now and then, since
+// the publisher may need this very one.
+inline void spin_slice(const Mapping& m, std::uint64_t target, std::uint32_t seen, std::int64_t ns) {
+    constexpr int kLooks = 256;
+    const std::int64_t end = now_ns() + ns;
+    do {
+        for (int i = 0; i < kLooks; ++i) {
+            if (reached(m, target) || news_since(m, seen)) return;
+            pause();
+        }
+        ::sched_yield();
+    } while (now_ns() < end);
 }
 
 }  // namespace mprollout

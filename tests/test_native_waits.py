@@ -5,9 +5,11 @@ import contextlib
 import os
 import select
 import signal
+import struct
 import threading
 import time
 
+import engines
 import pytest
 from rigs import Rig, ended_well, fork
 
@@ -43,10 +45,26 @@ def test_wait_wakes_on_the_publish_that_reaches_count(rig: Rig) -> None:
 
 def until_asleep(segment: native.Segment) -> None:
     """Returns when wake_at is armed (the third hot word)."""
-    import struct
-
     while struct.unpack("Q", os.pread(segment.fd, 8, 4096 + 2 * 128))[0] == (1 << 64) - 1:
         time.sleep(0)
+
+
+def test_a_spinning_take_never_sleeps_and_never_arms(rig: Rig) -> None:
+    """Nobody pays a system call for it: wake_at stays at never while it waits."""
+    took: list[native.Lease] = []
+    thread = threading.Thread(target=lambda: took.extend(rig.consumer.take(2, 30, spin=True)))
+    thread.start()
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    rig.publish(0)
+    rig.segment.wake_taker()  # it looks again, and goes on
+    engines.until(lambda: time.clock_gettime_ns(clock) > 50_000_000, "50 ms of spinning")
+    assert struct.unpack("Q", os.pread(rig.segment.fd, 8, 4096 + 2 * 128))[0] == (1 << 64) - 1
+    rig.publish(1)
+    thread.join()
+    assert [lease.ticket for lease in took] == [0, 1]
+    start = time.monotonic()
+    assert rig.consumer.take(1, 0.12, spin=True) == []
+    assert time.monotonic() - start >= 0.12
 
 
 @pytest.mark.parametrize("what", ["wake_taker", "end", "recover"])
@@ -74,7 +92,8 @@ def test_news_wakes_a_sleeper_at_once(rig: Rig, what: str) -> None:
     assert not rig.consumer.wait(1, seen, 30)  # news before the wait are not slept over
 
 
-def test_signal_interrupts_wait(rig: Rig) -> None:
+@pytest.mark.parametrize("spin", [False, True])
+def test_signal_interrupts_wait(rig: Rig, spin: bool) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -83,7 +102,7 @@ def test_signal_interrupts_wait(rig: Rig) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            rig.consumer.wait(1, rig.consumer.news(), 30)
+            rig.consumer.take(1, 30, spin=spin)
         assert time.monotonic() - start < 10
     finally:
         signal.signal(signal.SIGALRM, previous)
