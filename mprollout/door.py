@@ -52,6 +52,16 @@ def knock(folder: Path) -> Channel:
         raise
 
 
+def remove_stale(folder: Path) -> None:
+    """Remove the socket of a keeper that was killed. One where somebody listens stays."""
+    try:
+        knock(folder).close()
+    except ConnectionRefusedError:
+        (folder / DOOR).unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
 class Door:
     """Made by the keeper; lives on its selector.
 

@@ -23,9 +23,9 @@ import psutil
 from mprollout import _native, messages
 from mprollout.child import worker_environment
 from mprollout.config import EngineConfig, SourceConfig
-from mprollout.door import knock
+from mprollout.door import knock, remove_stale
 from mprollout.errors import ConfigError, KeeperLost
-from mprollout.folders import remove_folder
+from mprollout.folders import clean_stale_folders, remove_folder
 from mprollout.functions import main_of
 from mprollout.keeper import KeeperRecord
 from mprollout.ring import Plan, WorkerWord, segment_arguments
@@ -37,7 +37,13 @@ CLOSE_TIMEOUT_S = 5.0
 class KeeperProcess:
     """A running keeper, from `start` or `attach` to `close`."""
 
-    def __init__(self, channel: messages.Channel, pid: int, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(
+        self,
+        channel: messages.Channel,
+        pid: int,
+        process: subprocess.Popen[bytes] | None,
+        run_dir: str | None = None,
+    ) -> None:
         self.channel, self.pid, self.pidfd = channel, pid, os.pidfd_open(pid)
         self.segment: _native.Segment
         self.bell = -1
@@ -47,6 +53,7 @@ class KeeperProcess:
         """Versions that trainers before this one completed."""
         self._process = process
         """None: it is not this process's child (attached)."""
+        self._run_dir = Path(run_dir).resolve() if run_dir is not None else None
 
     @classmethod
     def start(cls, config: EngineConfig, plan: Plan) -> KeeperProcess:
@@ -85,7 +92,7 @@ class KeeperProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
             )
         theirs.close()
-        keeper = cls(channel, process.pid, process)
+        keeper = cls(channel, process.pid, process, record.run_dir)
         try:
             blob = messages.blob(pickle.dumps(record))
             channel.send(messages.Boot(), [blob])
@@ -114,7 +121,7 @@ class KeeperProcess:
             raise ConfigError(
                 f"attach({run_dir!r}): no keeper is there ({error}); start a new engine with the state"
             ) from error
-        keeper = cls(channel, channel.peer()[0], None)
+        keeper = cls(channel, channel.peer()[0], None, run_dir)
         try:
             channel.send(messages.Attach())
             (record,) = keeper._receive_boot()
@@ -175,10 +182,15 @@ class KeeperProcess:
             self.end_orphans()
 
     def end_orphans(self) -> None:
-        """After the keeper's death: end the workers' sessions that still stand. Nothing to do after a tidy end, whose last act removes the folder."""
+        """After the keeper's death: end the workers' sessions that still stand, remove what it left on disk. A tidy end leaves nothing to do."""
         if self._ended(CLOSE_TIMEOUT_S):
             self.exit_code  # noqa: B018 (reaps it)
-        if self.booted is None or not Path(self.booted.temp_dir).exists():
+        if self._run_dir is not None:
+            remove_stale(self._run_dir)
+        if self.booted is None:  # its folder's name is not known here
+            clean_stale_folders()
+            return
+        if not Path(self.booted.temp_dir).exists():
             return
         sessions = {self.segment.worker_words(index)[WorkerWord.PID] for index in range(self.segment.workers)} - {0}
         for (
@@ -190,10 +202,12 @@ class KeeperProcess:
         remove_folder(Path(self.booted.temp_dir))
 
     def detach(self) -> None:
-        """Leave the run as it is, for another trainer."""
+        """Leave the run as it is, for another trainer. Of a keeper that has died meanwhile nothing is left."""
         with contextlib.suppress(OSError):
             self.channel.send(messages.Detach())
-        if self._process is not None:
+        if self._ended(0):
+            self.end_orphans()
+        elif self._process is not None:
             self._process.returncode = 0  # it lives on, and nobody here waits for it
         self.let_go()
 

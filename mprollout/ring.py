@@ -184,6 +184,11 @@ def doubts(config: EngineConfig, plan: Plan) -> list[str]:
             f"{workers.max_running_samples} sample places busy: {places - samples} of {places} places stay empty; raise max_live_groups, "
             "max_lag or groups_per_update, or lower max_running_samples"
         )
+    if (batch := config.gate.groups_per_update or 0) > plan.max_live_groups:
+        found.append(
+            f"GateConfig.max_live_groups={plan.max_live_groups} is below groups_per_update={batch}: a get of all that one update takes "
+            "can never be met; raise it, or take several smaller batches an update"
+        )
     found += [
         f"FaultConfig.{name}={limit_s:g} is longer than WorkerConfig.progress_timeout_s={workers.progress_timeout_s:g}: a worker "
         "that has nothing else to finish is killed before that deadline is over; raise the latter"

@@ -35,6 +35,7 @@ TOGETHER = {
     "test_native_storms.py": "native",
     "test_ring_machine.py": "native",
     "test_simulation.py": "native",
+    "test_storm.py": "native",
 }
 """Files whose tests stay on one process of xdist: they share a costly fixture, or fill a core. (Its own groups do not work with pytest 9.2.)"""
 

@@ -83,6 +83,16 @@ def descendants(pid: int, command: str = "") -> list[psutil.Process]:
     return found
 
 
+def marked(folder: str) -> list[psutil.Process]:
+    """All living processes whose temporary folder is, or is below, `folder`: those of a run, orphans included."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("TMPDIR", "").startswith(folder):
+                found.append(process)
+    return found
+
+
 def write_safetensors(folder: Path) -> None:
     """A checkpoint of one tensor; without torch, whose import costs a trainer seconds."""
     folder.mkdir()

@@ -180,3 +180,27 @@ def test_workers_go_on_working_while_nobody_takes(tmp_path: Path) -> None:
         assert engine.stats().workers[0].restarts == 1
         engine.update_weights(WEIGHTS)
         assert sorted(trained[0] + drain(engine)) == list(range(40))
+
+
+def test_a_batch_trains_again_unless_a_saved_state_holds_it(tmp_path: Path) -> None:
+    """Death between `state_dict` and the save: from the older checkpoint. Death between the save and `confirm`: it is not needed."""
+
+    def first() -> tuple[list[list[int]], list[dict[str, Any]]]:
+        taken, states = [], []
+        with contextlib.suppress(ZeroDivisionError), mp.RolloutEngine(attachable(str(tmp_path))) as engine:
+            for _ in range(2):
+                taken.append(engine.get(4, timeout=20).tickets)
+                states.append(json.loads(json.dumps(engine.state_dict())))
+            engine.confirm(states[0])
+            raise ZeroDivisionError
+        return taken, states
+
+    taken, (confirmed, saved) = first()
+    with contextlib.suppress(ZeroDivisionError), mp.RolloutEngine.attach(tmp_path, confirmed) as engine:
+        engine.update_weights(WEIGHTS)
+        rest = drain(engine)
+        raise ZeroDivisionError
+    assert sorted(taken[0] + rest) == list(range(40))
+    with mp.RolloutEngine.attach(tmp_path, saved) as engine:
+        engine.update_weights(WEIGHTS)
+        assert sorted(taken[0] + taken[1] + drain(engine)) == list(range(40))

@@ -200,3 +200,11 @@ def test_places_that_the_gate_cannot_fill_are_warned_about(caplog):
         "4 live groups of 4 samples cannot keep 2 workers x 16 sample places busy: 16 of 32 places stay empty"
         in caplog.text
     )
+
+
+def test_a_step_that_can_never_be_had_at_once_is_warned_about(caplog):
+    mp.RolloutEngine(config(gate=mp.GateConfig(groups_per_update=8, max_live_groups=4, max_lag=0)))
+    assert (
+        "max_live_groups=4 is below groups_per_update=8: a get of all that one update takes can never be met"
+        in caplog.text
+    )

@@ -251,3 +251,65 @@ def test_the_engines_share_of_the_trainer_process_is_small():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(out) < 150e6
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "exception", "exit"])
+def test_a_trainer_that_ends_without_closing_its_engine_leaves_no_process(tmp_path, end):
+    """sglang#23627: no handler, no `with`, no `close`."""
+    last = {"SIGTERM": "time.sleep(60)", "exception": "raise ZeroDivisionError", "exit": "sys.exit(7)"}[end]
+    (tmp_path / "train.py").write_text(
+        SETTINGS.format(tests=str(Path(__file__).parent))
+        + textwrap.dedent(
+            f"""
+            import time
+            if __name__ == "__main__":
+                engine = mp.RolloutEngine(config("exact"))
+                engine.start()
+                print("started", flush=True)
+                sys.stdin.readline()
+                {last}
+            """
+        )
+    )
+    command = [sys.executable, str(tmp_path / "train.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, text=True, **pipes) as trainer:
+        assert trainer.stdout.readline() == "started\n"
+        below = descendants(trainer.pid)
+        assert len(below) == 2
+        if end == "SIGTERM":
+            trainer.terminate()
+        trainer.communicate("go on\n", timeout=30)
+    assert trainer.returncode == {"SIGTERM": -signal.SIGTERM, "exception": 1, "exit": 7}[end]
+    assert psutil.wait_procs(below, timeout=10)[1] == []
+
+
+def test_a_keeper_that_is_asked_to_end_ends_its_workers_and_is_missed():
+    with mp.RolloutEngine(config(generator=mp.SimulatedConfig(tokens_per_s=0.5))) as engine:
+        below = descendants(engine._keeper.pid)
+        os.kill(engine._keeper.pid, signal.SIGTERM)
+        with pytest.raises(mp.KeeperLost, match="exit code 0"):
+            engine.get(4, timeout=20)
+        assert psutil.wait_procs(below, timeout=10)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True], ids=["the gate is full", "in get"])
+def test_who_has_nothing_to_do_uses_no_cpu(waits):
+    """vllm#19036: nobody polls. The goal, 0.5% of a core over 10 s, is measured by bench/ on a quiet machine; here others may be at work."""
+    changes = {
+        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=16),
+        "generator": mp.SimulatedConfig(mean_tokens=12, tokens_per_s=0.01 if waits else 0.0),
+    }
+    with mp.RolloutEngine(config(**changes)) as engine:
+        busy = (lambda: engine.stats().running_samples == 16) if waits else (lambda: engine.stats().pending == 10)
+        until(busy, "all is done that can be done")
+        processes = [psutil.Process(), psutil.Process(engine.stats().workers[0].pid)]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        if waits:
+            with pytest.raises(mp.GetTimeout):
+                engine.get(4, timeout=10)
+        else:
+            threading.Event().wait(10)
+        used = [sum(process.cpu_times()[:2]) - was for process, was in zip(processes, before, strict=True)]
+        assert max(used) <= 10 * 0.02, used
