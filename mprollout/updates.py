@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,21 +36,24 @@ class Updates:
     """The trainer's end: mints versions, pushes them, knows how old a token is."""
 
     def __init__(
-        self, config: EngineConfig, gate: Gate, minted: int = 0, completed: Sequence[int] = (), since: int = 0
+        self, config: EngineConfig, gate: Gate, minted: int = 0, completed: Collection[int] = (), since: int = 0
     ) -> None:
         """
         Args:
             minted: the highest version number that was ever used.
-            completed: the versions that an earlier trainer completed, in their order.
+            completed: those of them that an earlier trainer completed.
             since: the one of them that the loaded checkpoint was saved at: updates count from there.
         """
         self.version = 0
         """The last version that all workers applied."""
         self.minted = minted
         self._config, self._gate = config, gate
-        # version -> completed updates that its tokens count from, negative for those before the checkpoint
-        behind = sum(version <= since for version in completed)
-        self._completed_at = {0: -behind} | {version: i + 1 - behind for i, version in enumerate(completed)}
+        # version -> completed updates that its tokens count from, negative for those before the checkpoint; one that was
+        # minted and never completed has tokens, too: those of the workers that had applied it
+        known = frozenset(completed)
+        self._completed_at = {0: -sum(version <= since for version in known)}
+        for version in range(1, minted + 1):
+            self._completed_at[version] = self._completed_at[version - 1] + (version in known)
         self._unanswered = 0  # the last version that was sent, or was about to be when an interrupt came
         self._one_at_a_time = threading.Lock()
 

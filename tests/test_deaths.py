@@ -31,7 +31,8 @@ import mprollout as mp, engines
 def main() -> None:
     phase, reward, folder = sys.argv[1:]
     changes = dict(
-        reward=mp.RewardConfig(engines.length if reward == "process" else "exact"),
+        reward=mp.RewardConfig("regex", kwargs={{"pattern": "x"}}) if reward == "process" else mp.RewardConfig("exact"),
+        workers=mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16),
         generator=mp.SimulatedConfig(mean_tokens=12, tokens_per_s=500, update_s=0.3 if phase == "update" else 0.0),
         run_dir=folder + "/run",
     )
@@ -136,7 +137,12 @@ class Deaths:
                 ]
                 pids = [process.pid for process in workers]
                 if name == "reward":
-                    pids = [child.pid for worker in workers for child in descendants(worker.pid, "spawn_main")]
+                    pids = [
+                        child.pid
+                        for worker in workers
+                        for child in descendants(worker.pid)
+                        if "resource_tracker" not in " ".join(child.cmdline())
+                    ]
             with contextlib.suppress(ProcessLookupError):
                 found.extend(os.pidfd_open(pid) for pid in pids[:1])
             return bool(found)

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import rewards
+import torch
 from engines import TWO_WORKERS, config, drain, until
 from played import played
 
@@ -112,3 +113,25 @@ def test_evaluation_is_beside_the_ring():
         assert result.rewards.shape == (7, 3) and result.versions == [0]
         assert [[float(len(ids)) for ids in row] for row in result.token_ids] == result.rewards.tolist()
         assert sorted(drain(engine)) == list(range(40))
+
+
+def test_an_evaluation_names_the_versions_of_the_updates_beside_it():
+    """slime#2339: an evaluation names every version that sampled a token of it; nothing of it enters the ring; neither call waits for the other."""
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=12, sigma=0.0, tokens_per_s=12),
+        "reward": mp.RewardConfig("exact"),
+        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=64),
+    }
+    with mp.RolloutEngine(config(rows=12, **changes)) as engine:
+        results: list[mp.EvaluationResult] = []
+        rows = [{"prompt": str(i), "answer": ""} for i in range(3)]
+        thread = threading.Thread(target=lambda: results.append(engine.evaluate(rows, timeout=30)))
+        thread.start()
+        while thread.is_alive():
+            engine.update_weights({"w": torch.zeros(4)})
+        (result,) = results
+        assert len(result.versions) >= 2 and result.version == result.versions[-1] <= engine.policy_version
+        assert result.versions == sorted(set(result.versions))
+        assert all(len(ids) == 12 for row in result.token_ids for ids in row)
+        assert engine.evaluate(rows[:1], timeout=20).versions == [engine.policy_version]
+        assert sorted(drain(engine)) == list(range(12)) and engine.stats().outcomes == {"taken": 12}

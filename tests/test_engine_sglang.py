@@ -215,6 +215,35 @@ def test_a_worker_killed_at_work_leaves_nothing_and_comes_back_with_the_current_
     assert engine.stats().workers[0].version == engine.policy_version > 0
 
 
+def test_a_dead_scheduler_or_detokenizer_ends_its_worker_which_comes_back(engine, models):
+    """sglang#23627, sglang#40723: of worker 0 the scheduler, of worker 1 the detokenizer; their worker ends itself, and nothing of it is left."""
+    until(lambda: all(worker.state == "ready" for worker in engine.stats().workers), "both work", 120)
+    before = engine.stats().workers
+    below: list[psutil.Process] = []
+    for worker, name in zip(before, ("scheduler", "detokenizer"), strict=True):
+        (victim,) = descendants(worker.pid, f"sglang::{name}")
+        below += [psutil.Process(worker.pid), *descendants(worker.pid)]
+        victim.kill()
+    assert psutil.wait_procs(below, timeout=15)[1] == []
+    tickets: list[int] = []
+    while not all(
+        w.restarts == old.restarts + 1 and w.state == "ready"
+        for w, old in zip(engine.stats().workers, before, strict=True)
+    ):
+        try:
+            with engine.get(4, timeout=1) as batch:
+                tickets += batch.tickets
+        except mp.GetTimeout:
+            assert not any(worker.state == "lost" for worker in engine.stats().workers)
+    for _ in range(6):
+        with engine.get(4, timeout=120) as batch:
+            tickets += batch.tickets
+            for group in batch:
+                check_group(group, models)
+    assert len(set(tickets)) == len(tickets)
+    assert [worker.version for worker in engine.stats().workers] == [engine.policy_version] * 2
+
+
 def test_a_trainer_killed_while_its_workers_start_leaves_nothing(tiny_model, tmp_path):
     """sglang#23627: kill -9 at the worst moment, while SGLang's processes are being born."""
     script = tmp_path / "train.py"

@@ -10,6 +10,8 @@ import torch
 
 import mprollout as mp
 from mprollout import messages
+from mprollout.gate import Gate
+from mprollout.updates import Updates
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,3 +47,14 @@ def test_an_interrupted_update_is_given_up_and_the_next_one_goes_through(
         assert engine.update_weights(WEIGHTS, timeout=20) == 3
         assert engine.policy_version == 3
         assert sorted(engines.drain(engine)) == list(range(40))
+
+
+def test_a_version_that_a_dead_trainer_minted_and_never_completed_counts_as_the_one_before() -> None:
+    """Workers that had applied it sampled with it; the update died with its trainer."""
+    gate = Gate(mp.GateConfig(groups_per_update=1, max_lag=1), max_live_groups=2)
+    updates = Updates(engines.config(), gate, minted=6, completed=[1, 2, 4, 5], since=2)
+    gate.updates = 1
+    assert [updates.lag(version) for version in range(7)] == [3, 2, 1, 1, 0, 0, 0]
+    assert updates.mint() == 7 and updates.lag(7) == 0
+    gate.updates = 3
+    assert [updates.lag(version) for version in range(8)] == [5, 4, 3, 3, 2, 1, 1, 2]
