@@ -82,6 +82,7 @@ def test_a_new_trainer_finds_the_workers_and_loses_nothing(tmp_path: Path, max_l
         assert engine.stats().workers[0].restarts == 0
         engine.update_weights(WEIGHTS)
         assert engine.policy_version == (1 if max_lag is None else 3)  # fresh: 1 and 2 were the dead trainer's
+        assert engine.audit()["parked"] == 4
         with engine.get(4, timeout=20) as batch:
             assert batch.tickets == trained[1]  # taken, not in the checkpoint, still in memory: first, and the same
         rest = drain_with_updates(engine, max_lag)

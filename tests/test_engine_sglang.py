@@ -215,6 +215,7 @@ def test_a_worker_killed_at_work_leaves_nothing_and_comes_back_with_the_current_
     assert engine.stats().workers[0].version == engine.policy_version > 0
 
 
+@pytest.mark.timeout(600)
 def test_a_dead_scheduler_or_detokenizer_ends_its_worker_which_comes_back(engine, models):
     """sglang#23627, sglang#40723: of worker 0 the scheduler, of worker 1 the detokenizer; their worker ends itself, and nothing of it is left."""
     until(lambda: all(worker.state == "ready" for worker in engine.stats().workers), "both work", 120)
