@@ -287,6 +287,8 @@ class RolloutEngine:
     def update_weights(self, source: Any, timeout: float | None = None) -> int:
         """Push new weights into the running workers; generation goes on. Blocks until all have them. One copy, in shared memory.
 
+        The first one after `attach` waits, under a strict lag bound, for what the dead trainer had admitted beyond this one's gate.
+
         Args:
             source: a `state_dict`, an iterable of (name, tensor), or a checkpoint folder.
             timeout: seconds; None: `WeightsConfig.timeout_s` plus 30.
@@ -296,17 +298,37 @@ class RolloutEngine:
 
         Raises:
             WeightUpdateFailed: a worker did not apply them; the version did not advance and its number is never used again.
+            GetTimeout: what the first one waits for did not end in time; nothing was sent.
             ConfigError: the lag bound does not allow an update now.
             MemoryBudgetError: the copy does not fit into the memory that is left.
             ValueError: the source is no set of tensors; names the one that is none.
         """
-        attendant, _ = self._running()
+        attendant, taker = self._running()
         began = time.monotonic_ns()
         try:
+            if self._gate.awaits_weights:
+                self._let_finish_what_is_ahead(timeout, attendant, taker)
             return self._updates.push(source, timeout, attendant)
         finally:
             self._waits.ns["weights"] += time.monotonic_ns() - began
             attendant.ring()
+
+    def _let_finish_what_is_ahead(self, timeout: float | None, attendant: Attendant, taker: Taker) -> None:
+        limit_s = self.config.weights.timeout_s + 30 if timeout is None else timeout
+        deadline = time.monotonic() + limit_s
+
+        def ahead() -> list[int]:
+            with attendant.lock:
+                return taker.unfinished_ahead(attendant.segment)
+
+        def check_time() -> None:
+            if time.monotonic() > deadline:
+                raise GetTimeout(
+                    f"update_weights: tickets {ahead()}, admitted by the trainer before this one, are not finished after {limit_s:g} s, and with "
+                    f"these weights they would break max_lag; {describe_workers(attendant.segment, attendant.states)}"
+                )
+
+        attendant.wait_news(lambda: not ahead(), check_time)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -81,6 +81,21 @@ class Taker:
         self._ledger.adopt(live, parked=self._again.keys())
         self._gate.admitted = len(live)
 
+    def unfinished_ahead(self, segment: _native.Segment) -> list[int]:
+        """Tickets still to be sampled that the gate would not admit yet: an attached trainer's predecessor, who was further, did.
+
+        Sampled with the checkpoint's weights they would be over the lag bound at their turn; with the predecessor's they are not.
+        """
+        if not self._ticket_order:
+            return []
+        assert self._settings.max_lag is not None and self._settings.groups_per_update is not None
+        room, first = (self._settings.max_lag + 1) * self._settings.groups_per_update, self._ledger.watermark
+        while room:
+            room -= not self._ledger.is_resolved(first)
+            first += 1
+        unfinished = (_native.READY, _native.RUNNING)
+        return [row[0] for row in segment.table() if row[0] >= first and row[1] in unfinished]
+
     def resume(self) -> int:
         """Finish what an interrupt cut; returns how many of the parked groups are booked (neither live nor to come)."""
         self._hand_to_trainer([group.lease for group in self.parked])  # idempotent
@@ -178,8 +193,11 @@ class Taker:
 
     def _group(self, lease: _native.Lease) -> Group:
         group = Group(lease, self._extra_fields)
-        oldest = group.meta.oldest_version
-        group.lag = self._updates.lag(oldest if oldest >= 0 else self._updates.version)
+        meta, updates = group.meta, self._updates
+        if meta.oldest_version in (meta.version, -1):  # its tokens are of one version, or it has none
+            group.lag = updates.lag(meta.version)
+        else:  # not that of the lowest version: an attached trainer's first one is a step back in what was learnt
+            group.lag = max(map(updates.lag, set(group.field("span_versions").tolist())))
         limit = self._settings.max_lag
         group.masked = limit is not None and not self._ticket_order and group.lag > limit
         return group

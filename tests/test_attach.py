@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -205,3 +206,18 @@ def test_a_batch_trains_again_unless_a_saved_state_holds_it(tmp_path: Path) -> N
     with mp.RolloutEngine.attach(tmp_path, saved) as engine:
         engine.update_weights(WEIGHTS)
         assert sorted(taken[0] + taken[1] + drain(engine)) == list(range(40))
+
+
+def test_what_a_trainer_that_was_further_had_admitted_keeps_the_lag_bound(tmp_path: Path) -> None:
+    """Two steps are lost, and with them two updates: the groups at their end are not sampled with the older weights, steps too early."""
+    slow = mp.SimulatedConfig(mean_tokens=12, sigma=0.0, tokens_per_s=24)
+    config = msgspec.structs.replace(attachable(str(tmp_path), max_lag=1), generator=slow)
+    with contextlib.suppress(ZeroDivisionError), mp.RolloutEngine(config) as engine:
+        state = engine.state_dict()
+        for _ in range(2):
+            engine.get(4, timeout=20).release()
+            engine.update_weights(WEIGHTS)
+        raise ZeroDivisionError
+    with mp.RolloutEngine.attach(tmp_path, state) as engine:
+        assert drain_with_updates(engine, 1) == list(range(40))
+        assert max(engine.stats().lags) <= 1
