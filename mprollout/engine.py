@@ -30,6 +30,7 @@ from mprollout.errors import (
     ConcurrentGet,
     ConfigError,
     EngineClosed,
+    GetTimeout,
     MainGuardMissing,
     MprolloutError,
 )
@@ -44,7 +45,7 @@ from mprollout.reward import check
 from mprollout.ring import check_memory, doubts, plan, segment_bytes
 from mprollout.rollout import check_rollout
 from mprollout.source import PromptSource
-from mprollout.stats import EngineStats, engine_stats
+from mprollout.stats import EngineStats, describe_workers, engine_stats
 from mprollout.taker import Taker
 from mprollout.updates import Updates
 from mprollout.waiting import Waiting, Waits
