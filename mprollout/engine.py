@@ -201,7 +201,7 @@ class RolloutEngine:
                     "was confirmed: load the newer checkpoint, or start a new engine from the older one"
                 )
             minted = max(engine._updates.minted, keeper.booted.highest_version)
-            engine._updates = Updates(config, engine._gate, minted, keeper.completed, int(state["policy_version"]))
+            engine._updates = Updates(config, engine._gate, minted, keeper.updates, int(state["updates"]))
         except BaseException:
             keeper.detach()
             raise
@@ -375,6 +375,7 @@ class RolloutEngine:
                 "source": self.source.fingerprint,
                 "minted": self._updates.minted,
                 "policy_version": self.policy_version,
+                "updates": self._updates.updates,
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -386,7 +387,9 @@ class RolloutEngine:
         if self._started:
             raise ConfigError("load_state_dict comes before start(): a running engine has admitted tickets already")
         try:
-            ledger, source, minted = state["ledger"], state["source"], int(state["minted"])
+            ledger, source, minted, updates = (
+                state["ledger"], state["source"], int(state["minted"]), int(state["updates"])
+            )  # fmt: skip
             self._recycled = {int(ticket): count for ticket, count in state["recycled"].items()}
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"state: expected what state_dict() returned; got {state!r:.200} ({error!r})") from error
@@ -398,7 +401,7 @@ class RolloutEngine:
         self._ledger = Ledger.from_state(ledger)
         awaiting = msgspec.structs.replace(self.config.gate, await_weights=True)
         self._gate = Gate(awaiting, self.plan.max_live_groups, self.plan.spare)
-        self._updates = Updates(self.config, self._gate, minted)
+        self._updates = Updates(self.config, self._gate, minted, base=updates)
 
     def confirm(self, state: dict[str, Any]) -> None:
         """Say that a saved checkpoint contains `state`: `attach` refuses an older one from now on."""

@@ -206,7 +206,7 @@ class Keeper:
         pid = visitor.peer()[0]
         self.trainer_pidfd = os.pidfd_open(pid)  # OSError: it died just now
         self.trainer, self.trainer_pid, self.orphan_until = visitor, pid, math.inf
-        record = messages.blob(pickle.dumps((self.record.trainer_record, self.weights.completed)))
+        record = messages.blob(pickle.dumps((self.record.trainer_record, self.weights.updates)))
         self._welcome(record)
         os.close(record)
         for worker in self.workers:

@@ -49,8 +49,8 @@ class KeeperProcess:
         self.bell = -1
         self.worker_bells: list[int] = []
         self.booted: messages.Booted | None = None
-        self.completed: list[int] = []
-        """Versions that trainers before this one completed."""
+        self.updates: dict[int, int] = {}
+        """By version, of those that trainers before this one pushed (`WeightSync.updates`)."""
         self._process = process
         """None: it is not this process's child (attached)."""
         self._run_dir = Path(run_dir).resolve() if run_dir is not None else None
@@ -126,7 +126,7 @@ class KeeperProcess:
             channel.send(messages.Attach())
             (record,) = keeper._receive_boot()
             # from a process of this user's: `knock` asked the kernel
-            pickled, keeper.completed = pickle.loads(messages.read_blob(record))
+            pickled, keeper.updates = pickle.loads(messages.read_blob(record))
             config: EngineConfig = pickle.loads(pickled)
         except BaseException:
             keeper.detach()

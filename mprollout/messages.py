@@ -36,7 +36,7 @@ class Boot(_Message, frozen=True, kw_only=True):
 
 class Booted(_Message, frozen=True, kw_only=True):
     """Keeper to trainer: the memory stands. Beside it: the segment, the attendant's bell, the workers' bells; for a trainer that
-    attaches, a blob behind them: the pickled (pickled `EngineConfig`, completed versions).
+    attaches, a blob behind them: the pickled (pickled `EngineConfig`, `WeightSync.updates`).
     """
 
     temp_dir: str
@@ -115,6 +115,10 @@ class Update(_Message, frozen=True, kw_only=True):
 
     version: int
     pause: PauseMode
+    updates_before: int = 0
+    """Updates behind the policy that this one replaces, from the run's first weights, over all its trainers."""
+    updates_after: int = 0
+    """And behind this one: as many where it is a trainer's first push, of its checkpoint's weights; else one more."""
 
 
 class GiveUpUpdate(_Message, frozen=True, kw_only=True):

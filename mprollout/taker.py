@@ -163,9 +163,10 @@ class Taker:
 
     def _deliverable(self, n: int) -> list[_native.Lease]:
         """Up to n groups that may be delivered now, in order; they stay held."""
-        parked = {group.ticket for group in (*self.parked, *self.to_recycle)}
+        parked, over = {group.ticket for group in self.parked}, {group.ticket for group in self.to_recycle}
         if not self._ticket_order:
-            held = [lease for lease in (*self._again.values(), *self.consumer.held()) if lease.ticket not in parked]
+            gone = parked | over
+            held = [lease for lease in (*self._again.values(), *self.consumer.held()) if lease.ticket not in gone]
             return held[:n] if len(held) >= n else held + self.consumer.try_take(n - len(held))
         if published := self.consumer.available():
             self.consumer.try_take(published)
@@ -173,6 +174,8 @@ class Taker:
         ticket = self._ledger.watermark
         while len(leases) < n:
             if ticket not in parked and not self._ledger.is_resolved(ticket):  # ended ones are skipped
+                if ticket in over:
+                    break  # it comes again
                 if (lease := self._again.get(ticket) or self.consumer.find(ticket)) is None:
                     break  # a live one is waited for
                 leases.append(lease)
@@ -203,8 +206,15 @@ class Taker:
         return group
 
     def _is_to_recycle(self, group: Group) -> bool:
+        """Over the lag, and its settings do not mask it. Under the strict bound only what a dead trainer left can be: before it comes
+        tickets that this trainer makes again, so its turn may come later than it was admitted for.
+        """
+        if self._settings.max_lag is None or group.lag <= self._settings.max_lag:
+            return False
         sent_back = self.recycled.get(group.ticket, 0)
-        return group.masked and self._settings.lag_policy == "recycle" and sent_back < self._settings.max_recycles
+        return self._ticket_order or (
+            self._settings.lag_policy == "recycle" and sent_back < self._settings.max_recycles
+        )
 
     def recycle(self) -> None:
         """Discard what is over the lag and send its tickets back: the credit returns, and the admission spends it on them first.

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,26 +37,36 @@ class Updates:
     """The trainer's end: mints versions, pushes them, knows how old a token is."""
 
     def __init__(
-        self, config: EngineConfig, gate: Gate, minted: int = 0, completed: Collection[int] = (), since: int = 0
+        self,
+        config: EngineConfig,
+        gate: Gate,
+        minted: int = 0,
+        known: Mapping[int, int] = MappingProxyType({}),
+        base: int = 0,
     ) -> None:
         """
         Args:
             minted: the highest version number that was ever used.
-            completed: those of them that an earlier trainer completed.
-            since: the one of them that the loaded checkpoint was saved at: updates count from there.
+            known: updates by version, of those that earlier trainers pushed (`WeightSync.updates`).
+            base: updates behind the loaded checkpoint's policy; this trainer's are counted from there.
         """
         self.version = 0
         """The last version that all workers applied."""
         self.minted = minted
-        self._config, self._gate = config, gate
+        self._config, self._gate, self._base = config, gate, base
         # version -> completed updates that its tokens count from, negative for those before the checkpoint; one that was
-        # minted and never completed has tokens, too: those of the workers that had applied it
-        known = frozenset(completed)
-        self._completed_at = {0: -sum(version <= since for version in known)}
+        # never sent has no tokens and the number of the one before
+        self._completed_at = {0: -base}
         for version in range(1, minted + 1):
-            self._completed_at[version] = self._completed_at[version - 1] + (version in known)
+            before = self._completed_at[version - 1]
+            self._completed_at[version] = known[version] - base if version in known else before
         self._unanswered = 0  # the last version that was sent, or was about to be when an interrupt came
         self._one_at_a_time = threading.Lock()
+
+    @property
+    def updates(self) -> int:
+        """Updates behind the trainer's policy, from the run's first weights, over all its trainers."""
+        return self._base + self._gate.updates
 
     def lag(self, version: int) -> int:
         """Completed updates between a token of that version and now; 0 for one of a policy that this trainer has yet to reach again."""
@@ -97,7 +108,13 @@ class Updates:
 
         try:
             self._unanswered = version
-            attendant.send(messages.Update(version=version, pause=self._config.weights.pause), [fd])
+            update = messages.Update(
+                version=version,
+                pause=self._config.weights.pause,
+                updates_before=self.updates,
+                updates_after=self.updates + (not self._gate.awaits_weights),
+            )
+            attendant.send(update, [fd])
             attendant.wait_news(lambda: answered(version), check_time)
         except BaseException:
             give_up("interrupted")
@@ -133,6 +150,7 @@ class Updates:
 class _Attempt(msgspec.Struct):
     version: int
     pause: PauseMode
+    updates_after: int
     fd: int
     awaiting: set[int]
     applied: set[int]
@@ -148,13 +166,14 @@ class WeightSync:
         self._good: tuple[int, int] | None = None  # version, memfd of the last copy that all workers applied
         self.answered = 0
         """The highest version that has had its UpdateDone."""
-        self.completed: list[int] = []
-        """The versions that all workers applied, in their order."""
+        self.updates: dict[int, int] = {}
+        """Updates, from the run's first weights, that the tokens of each version count from: those before it, until all workers applied it."""
 
     def begin(self, message: messages.Update, fd: int) -> None:
         """Send a new copy to every worker that runs. Owns the descriptor."""
         assert self._attempt is None, "the trainer sends one update at a time"
-        self._attempt = _Attempt(message.version, message.pause, fd, set(), set(), [])
+        self._attempt = _Attempt(message.version, message.pause, message.updates_after, fd, set(), set(), [])
+        self.updates[message.version] = message.updates_before
         for worker in self._keeper.workers:
             if worker.state in ("ready", "syncing"):
                 self._send_newest(worker)
@@ -234,7 +253,7 @@ class WeightSync:
             if self._good is not None:
                 os.close(self._good[1])
             self._good = (attempt.version, attempt.fd)
-            self.completed.append(attempt.version)
+            self.updates[attempt.version] = attempt.updates_after
         self._answer(attempt.version, attempt.failures)
 
     def _answer(self, version: int, failures: list[messages.Applied]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import engines
 import numpy as np
 import pytest
 import torch
 from engines import until
+from played import played
 
 import mprollout as mp
 
@@ -44,6 +47,28 @@ def test_a_group_over_the_lag_has_its_loss_masked() -> None:
         stats = engine.stats()
         assert (stats.groups_masked, stats.groups_recycled, stats.tokens_discarded) == (4, 0, 0)
         assert stats.lags == {1: 4, 2: 4}
+
+
+def test_what_a_dead_trainer_left_over_the_strict_bound_is_made_again_in_its_turn() -> None:
+    """Published for a trainer that died, and by its turn older than K: never delivered, and nothing overtakes it."""
+    gate = mp.GateConfig(groups_per_update=2, max_lag=1)
+    with played(gate=gate) as on:
+        updates, tickets = on.engine._updates, []
+        updates._completed_at |= {
+            0: -2,
+            7: 0,
+        }  # 0: two updates before the checkpoint that was loaded; 7: its own weights
+        on.publish(1, version=0)
+        on.publish(1, version=7)
+        taker = threading.Thread(target=lambda: tickets.extend(on.engine.get(2, timeout=20).tickets))
+        taker.start()
+        until(lambda: on.engine.stats().groups_recycled == 1, "the first is over the lag")
+        on.publish(1, version=7)  # `claim` asserts that it is there to be claimed again
+        taker.join()
+        assert tickets == [0, 1]
+        stats = on.engine.stats()
+        assert stats.lags == {0: 2} and stats.discarded == {"recycled": 1}
+        assert on.engine.audit()["taken"] == 2
 
 
 def test_a_group_over_the_lag_is_recycled_and_comes_again_under_the_new_version() -> None:

@@ -179,19 +179,14 @@ class Storm:
         """All that was promised; returns the tickets by outcome."""
         lineage: list[list[Any]] = []  # [offset, ticket] trained, along the checkpoints that were loaded
         ledger: dict[str, Any] = {}
-        counted, attached = 0, False
+        counted = 0
         for entry in self.entries:
-            if "start" in entry:
-                attached = entry["start"] == "attached"
             if entry.get("loaded") is not None:
                 lineage = [row for row in lineage if row[0] < entry["loaded"]]
             for ticket, _, lag, own_lag, _ in entry.get("trained", []):
                 assert not lineage or ticket > lineage[-1][1], f"ticket {ticket} after {lineage[-1][1]}: out of order"
-                # What was sampled for a dead trainer may come later in turn than it would have: what had ended there is made anew, and may
-                # be delivered. Not yet bounded.
-                adopted = attached and own_lag is None
                 assert own_lag in (None, lag), f"ticket {ticket}: lag {lag}, counted: {own_lag}"
-                assert 0 <= lag <= storm.MAX_LAG or adopted, f"ticket {ticket}: lag {lag}"
+                assert 0 <= lag <= storm.MAX_LAG, f"ticket {ticket}: lag {lag}"
                 counted += own_lag is not None
                 lineage.append([entry["at"], ticket])
             if "saved" in entry:

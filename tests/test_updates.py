@@ -52,9 +52,18 @@ def test_an_interrupted_update_is_given_up_and_the_next_one_goes_through(
 def test_a_version_that_a_dead_trainer_minted_and_never_completed_counts_as_the_one_before() -> None:
     """Workers that had applied it sampled with it; the update died with its trainer."""
     gate = Gate(mp.GateConfig(groups_per_update=1, max_lag=1), max_live_groups=2)
-    updates = Updates(engines.config(), gate, minted=6, completed=[1, 2, 4, 5], since=2)
+    updates = Updates(engines.config(), gate, minted=6, known={1: 1, 2: 2, 4: 3, 5: 4}, base=2)
     gate.updates = 1
     assert [updates.lag(version) for version in range(7)] == [3, 2, 1, 1, 0, 0, 0]
     assert updates.mint() == 7 and updates.lag(7) == 0
     gate.updates = 3
     assert [updates.lag(version) for version in range(8)] == [5, 4, 3, 3, 2, 1, 1, 2]
+
+
+def test_a_trainers_first_push_is_no_update_of_the_policy() -> None:
+    """Trainer 1 pushed 1 to 3 (the first its own weights on disk), trainer 2 began from 2 as 4, pushed 5, and was given up with 6; trainer 3 has 5's checkpoint."""
+    gate = Gate(mp.GateConfig(groups_per_update=1, max_lag=1), max_live_groups=2)
+    updates = Updates(engines.config(), gate, minted=6, known={1: 0, 2: 1, 3: 2, 4: 1, 5: 2, 6: 2}, base=2)
+    gate.updates = 1
+    assert [updates.lag(version) for version in range(7)] == [3, 3, 2, 1, 2, 1, 1]
+    assert updates.updates == 3
