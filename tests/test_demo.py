@@ -99,6 +99,7 @@ def test_shuffled_reward_is_that_of_another_prompt_and_repeatable() -> None:
     assert tasks.shuffled_reward(right[7], "sort") == tasks.shuffled_reward(right[7], "sort")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_vocabulary_has_32_tokens_and_survives_a_round_trip(tiny: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -119,6 +120,7 @@ def test_reward_functions_load_no_torch() -> None:
 # --- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_warm_up_ends_between_15_and_35_percent(tiny: Path) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -131,6 +133,7 @@ def test_the_warm_up_ends_between_15_and_35_percent(tiny: Path) -> None:
     assert 0.15 <= accuracy <= 0.35
 
 
+@pytest.mark.slow
 def test_greedy_accuracy_is_that_of_greedy_decoding(tiny: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -144,6 +147,7 @@ def test_greedy_accuracy_is_that_of_greedy_decoding(tiny: Path) -> None:
     assert models.greedy_accuracy(model, tokenizer, rows) == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_made_once(tiny: Path) -> None:
     began = time.monotonic()
     assert models.tiny_model("sort", 3, pytest.fail) == tiny
@@ -240,6 +244,7 @@ def test_controls_are_judged_by_their_own_rule() -> None:
     assert not controls.judge("shuffled rewards", result([0.2, 0.0], interrupted=True))[0]
 
 
+@pytest.mark.slow
 def test_the_job_runs_on_the_simulated_backend(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = DemoArgs(
         backend="simulated", model=str(tiny), task="sort", steps=4, groups=4, eval_every=2, out=tmp_path / "run"
@@ -286,6 +291,7 @@ def test_the_panel_shows_what_the_trainer_waits_for_and_every_worker() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_with_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     from mprollout.demo.recipe import Trainer
 

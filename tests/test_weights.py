@@ -104,6 +104,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_shards_of_two_ranks_are_gathered(tmp_path: Path) -> None:
     """A DTensor's shards: rank 0 stages, the other joins the collective. Real gloo, two processes."""
     environment = {
