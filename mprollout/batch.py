@@ -52,6 +52,8 @@ class Group:
         """Completed updates at take minus those when its oldest token was sampled; set by the engine at `get`."""
         self.masked = False
         """Over `max_lag` at its take, under `lag_policy` mask or recycle: its `loss_mask` reads 0 everywhere."""
+        self.extra_fields = extra
+        """The run's own fields, as stored."""
         self._index = schema.index(extra)
         self._meta: schema.Meta | None = None
         self._released = False
@@ -141,12 +143,12 @@ class Packed(NamedTuple):
     prompt_lengths: npt.NDArray[np.int32]  # int32 [num_samples]
     rewards: npt.NDArray[np.float32]  # float32 [num_samples]
     group_index: npt.NDArray[np.int32]  # int32 [num_samples]; which group of the batch
+    extra: dict[str, npt.NDArray[Any]] = {}
+    """Your own fields: [total_tokens, *shape] per token (0 on prompt tokens), [num_samples, *shape] per sample, [items, *shape] per item."""
 
     def torch(self) -> dict[str, torch.Tensor]:
-        """The same arrays as torch tensors that share their memory."""
-        import torch
-
-        return {name: torch.from_numpy(array) for name, array in self._asdict().items()}
+        """The same arrays as torch tensors that share their memory; your own fields beside them, by their names."""
+        return _tensors(self._asdict())
 
 
 class Padded(NamedTuple):
@@ -159,12 +161,19 @@ class Padded(NamedTuple):
     versions: npt.NDArray[np.int64]  # int64 [num_samples, longest]; -1 on prompt and padding
     rewards: npt.NDArray[np.float32]  # float32 [num_samples]
     group_index: npt.NDArray[np.int32]  # int32 [num_samples]
+    extra: dict[str, npt.NDArray[Any]] = {}
+    """Your own fields: [num_samples, longest, *shape] per token (0 on prompt and padding), the others as packed."""
 
     def torch(self) -> dict[str, torch.Tensor]:
-        """The same arrays as torch tensors that share their memory."""
-        import torch
+        """The same arrays as torch tensors that share their memory; your own fields beside them, by their names."""
+        return _tensors(self._asdict())
 
-        return {name: torch.from_numpy(array) for name, array in self._asdict().items()}
+
+def _tensors(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    import torch
+
+    extra = arrays.pop("extra")
+    return {name: torch.from_numpy(array) for name, array in {**arrays, **extra}.items()}
 
 
 class Batch(Sequence[Group]):
@@ -208,6 +217,8 @@ class Batch(Sequence[Group]):
         ids, is_completion = np.empty(total, np.int32), np.ones(total, dtype=bool)
         logprobs, mask = np.zeros(total, np.float32), np.zeros(total, np.uint8)
         versions = np.full(total, -1, np.int64)
+        own = self.groups[0].extra_fields
+        extra = {f.name: np.zeros((total, *f.shape), f.dtype) for f in own if f.per == "token"}
         at = 0
         for group, n in zip(self.groups, counts, strict=True):
             whole = slice(bounds[at], bounds[at + n])
@@ -222,7 +233,12 @@ class Batch(Sequence[Group]):
             logprobs[whole][inside] = group.field("logprobs")
             mask[whole][inside] = group.field("loss_mask")
             versions[whole][inside] = group.token_versions
+            for name, array in extra.items():
+                array[whole][inside] = group.field(name)
             at += n
+        for field in own:
+            if field.per != "token":
+                extra[field.name] = np.concatenate([group.field(field.name) for group in self.groups])
         return Packed(
             ids,
             logprobs,
@@ -232,6 +248,7 @@ class Batch(Sequence[Group]):
             prompt.astype(np.int32),
             self.rewards,
             np.repeat(np.arange(len(self.groups), dtype=np.int32), counts),
+            extra,
         )
 
     def padded(self, pad_token_id: int = 0) -> Padded:
@@ -241,7 +258,7 @@ class Batch(Sequence[Group]):
         attention = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]
 
         def spread(values: npt.NDArray[Any], fill: int) -> npt.NDArray[Any]:
-            out = np.full(attention.shape, fill, dtype=values.dtype)
+            out = np.full((*attention.shape, *values.shape[1:]), fill, dtype=values.dtype)
             out[attention] = values
             return out
 
@@ -253,6 +270,10 @@ class Batch(Sequence[Group]):
             spread(packed.versions, -1),
             packed.rewards,
             packed.group_index,
+            {
+                f.name: spread(packed.extra[f.name], 0) if f.per == "token" else packed.extra[f.name]
+                for f in self.groups[0].extra_fields
+            },
         )
 
     def release(self) -> None:

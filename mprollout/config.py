@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from mprollout.errors import BiasedLogprobs, ConfigError
-from mprollout.schema import Field
+from mprollout.schema import Field, stored
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -382,13 +382,18 @@ class RingConfig(_Config, frozen=True, kw_only=True):
     max_prompt_bytes: int | None = None
     """Longest encoded row (prompt, answer and all its fields); a longer one counts as over-long."""
     extra_fields: tuple[Field, ...] = ()
-    """What your rollout function sets in `session.sample.extra`, per token or per sample: any number dtype, any fixed shape."""
+    """What your rollout function sets in `session.sample.extra`, per token, per sample, or as many items as a sample has: any number dtype, any shape of an item."""
+
+    @property
+    def stored_fields(self) -> tuple[Field, ...]:
+        """`extra_fields` as they stand in the segment."""
+        return stored(self.extra_fields)
 
     def _check(self) -> None:
         for extra in self.extra_fields:
             if why := extra.misfit():
                 raise ConfigError(f"RingConfig.extra_fields: {why}")
-        names = [extra.name for extra in self.extra_fields]
+        names = [extra.name for extra in self.stored_fields]
         self._require("extra_fields", len(set(names)) == len(names), "without a name twice")
         for field in ("max_group_bytes", "arena_bytes"):
             self._require_int(field, 4096, optional=True)

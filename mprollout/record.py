@@ -179,7 +179,7 @@ def recorder(config: EngineConfig) -> Recorder | None:
         "model": generator.model if isinstance(generator, SGLangConfig) else "",
         "temperature": str(config.sampling.temperature),
     }
-    return Recorder(folder, config.ring.extra_fields, about, config.record_max_bytes)
+    return Recorder(folder, config.ring.stored_fields, about, config.record_max_bytes)
 
 
 class ReplayedBatch(Batch):

@@ -21,7 +21,7 @@ from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.gate import is_strict
 from mprollout.generator import FINISH_REASONS, VersionSpan
-from mprollout.schema import SCHEMA, Field, Meta, schema_bytes
+from mprollout.schema import COUNTS, SCHEMA, Field, Meta, schema_bytes
 
 SUSPECT_DEATHS = 2  # a ticket that saw so many workers die runs alone
 SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
@@ -137,7 +137,7 @@ def plan(config: EngineConfig) -> Plan:
     # Eight bytes a token leave room for long words, an answer and a few more fields.
     max_prompt_bytes = config.ring.max_prompt_bytes or max(65536, 8 * prompt_tokens)
     max_group_bytes = config.ring.max_group_bytes or _worst_group_bytes(
-        sampling, prompt_tokens, config.ring.extra_fields
+        sampling, prompt_tokens, config.ring.stored_fields
     )
     # In ticket order one worker may hold all live groups while another is lost for good; in publish order what is published can
     # always be taken, so a worker needs its share and room for a batch. A batch stays leased while the next is made.
@@ -165,7 +165,7 @@ def plan(config: EngineConfig) -> Plan:
         max_group_bytes=max_group_bytes,
         max_prompt_bytes=_round_up(max_prompt_bytes, 64),
         max_live_groups=live,
-        extra_fields=config.ring.extra_fields,
+        extra_fields=config.ring.stored_fields,
         spare=spare,
     )
 
@@ -296,11 +296,20 @@ def encode_group(
 def _extra_bytes(sample: RolledSample, i: int, field: Field) -> Any:
     import numpy as np
 
-    if (given := sample.extra.get(field.name)) is None:
+    items = sample.extra.get(field.name.removesuffix(COUNTS))
+    if items is None:
         raise ValueError(f"sample {i}: the rollout function set no extra[{field.name!r}]")
-    want = (len(sample.token_ids), *field.shape) if field.per == "token" else field.shape
+    if field.name.endswith(COUNTS):
+        return np.array([len(items)], field.dtype).view("|u1")
+    given = np.reshape(items, (-1, *field.shape)) if field.per == "item" and not len(items) else items
+    count = {"token": len(sample.token_ids), "item": len(items)}.get(field.per)
+    want = field.shape if count is None else (count, *field.shape)
     if np.shape(given) != want:
         raise ValueError(f"sample {i}: extra[{field.name!r}] has shape {np.shape(given)}, expected {want}")
+    if field.per == "item" and len(items) > field.max_items:
+        raise ValueError(
+            f"sample {i}: extra[{field.name!r}] has {len(items)} items, at most max_items={field.max_items}"
+        )
     return np.ascontiguousarray(given, field.dtype).reshape(-1).view("|u1")
 
 
@@ -314,7 +323,7 @@ class RolledSample(msgspec.Struct, kw_only=True):
     finish_reason: Any
     versions: list[VersionSpan]
     extra: dict[str, Any] = {}
-    """Arrays of `RingConfig.extra_fields` by name: [num_tokens, *shape] per token, [*shape] per sample."""
+    """Arrays of `RingConfig.extra_fields` by name: [num_tokens, *shape] per token, [*shape] per sample, [any number, *shape] per item."""
 
 
 def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int, extra: tuple[Field, ...]) -> int:
@@ -327,7 +336,12 @@ def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int, extra: tupl
         "token": sampling.group_size * sampling.max_new_tokens,
         "span": sampling.group_size * SPANS_PER_SAMPLE,
     }
-    return _native.group_bytes([counts[field.per] * field.item_bytes for field in SCHEMA + extra])
+    return _native.group_bytes(
+        [
+            (sampling.group_size * field.max_items if field.per == "item" else counts[field.per]) * field.item_bytes
+            for field in SCHEMA + extra
+        ]
+    )
 
 
 def _round_up(value: int, to: int) -> int:

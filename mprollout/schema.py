@@ -20,8 +20,11 @@ class Field(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     """A numpy dtype string of a number, little endian: `<f4`, `|u1`, ..."""
-    per: Literal["group", "prompt_token", "sample", "token", "span"]
+    per: Literal["group", "prompt_token", "sample", "token", "span", "item"]
+    """`item`: as many as each sample has of them, none to `max_items` (images, tool calls); how many each has is the field `<name>.counts`."""
     shape: tuple[int, ...] = ()
+    max_items: int = 0
+    """Of one sample, where the field is per item."""
 
     @property
     def item_bytes(self) -> int:
@@ -32,8 +35,10 @@ class Field(msgspec.Struct, frozen=True):
         """Why it cannot be an extra field; empty if it can."""
         if not re.fullmatch(r"\|[biu]1|<[iuf][248]|<c(8|16)", self.dtype):
             return f"dtype {self.dtype!r} is none of a number, little endian (`<f4`, `|u1`, ...)"
-        if self.per not in ("sample", "token"):
-            return f"an extra field is per 'sample' or 'token'; got {self.per!r}"
+        if self.per not in ("sample", "token", "item"):
+            return f"an extra field is per 'sample', 'token' or 'item'; got {self.per!r}"
+        if (self.per == "item") != (self.max_items >= 1):
+            return f"{self.name!r}: max_items >= 1 goes with per='item', and with nothing else; got {self.max_items} and {self.per!r}"
         if not all(n >= 1 for n in self.shape):
             return f"shape {self.shape} has a dimension below 1"
         return f"{self.name!r} is a field already" if self.name in index(()) else ""
@@ -74,6 +79,19 @@ SCHEMA: tuple[Field, ...] = (
     Field("span_versions", "<i8", "span"),
     Field("span_ends", "<i4", "span"),  # a span starts where the last one of its sample ended
 )
+
+
+COUNTS = ".counts"
+
+
+@functools.cache
+def stored(extra: tuple[Field, ...]) -> tuple[Field, ...]:
+    """Extra fields as they stand in the segment: behind one per item, how many items each sample has."""
+    return tuple(
+        field
+        for given in extra
+        for field in ((given, Field(given.name + COUNTS, "<i4", "sample")) if given.per == "item" else (given,))
+    )
 
 
 @functools.cache

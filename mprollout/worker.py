@@ -237,7 +237,7 @@ class RolloutWorker:
             oldest_version=min((span.version for one in made for span in one.sample.versions), default=-1),
         )
         samples, rewards = [one.sample for one in made], [one.reward for one in made]
-        return encode_group(meta, prompt_ids, samples, rewards, self._config.ring.extra_fields)
+        return encode_group(meta, prompt_ids, samples, rewards, self._config.ring.stored_fields)
 
     def _discard(self, tokens: int, reason: int) -> None:
         self._words[DISCARDED[reason if reason < len(DISCARDED) else 0]] += tokens

@@ -164,6 +164,45 @@ def test_extra_fields_of_any_shape_travel_like_the_others():
     consumer.close()
 
 
+IMAGES = Field("images", "<f4", "item", (2, 3), max_items=3)
+
+
+def test_as_many_items_as_a_sample_has_travel_and_are_packed():
+    """Multimodal tensors: 2, 0 and 1 images a sample, and a group of one sample with 3."""
+    with pytest.raises(mp.ConfigError, match="max_items >= 1 goes with per='item'"):
+        mp.RingConfig(extra_fields=(Field("images", "<f4", "item"),))
+    own = mp.RingConfig(extra_fields=(EXTRA[0], IMAGES, EXTRA[2])).stored_fields
+    assert [field.name for field in own] == ["values", "images", "images.counts", "image"]
+    segment = _native.Segment.create(
+        workers=1, entries=2, cells=2, descriptors=2, arena_bytes=65536, max_group_bytes=8192, max_prompt_bytes=64, schema=schema_bytes(own)
+    )  # fmt: skip
+    producer, consumer, admitter = _native.Producer(segment, 0), _native.Consumer(segment), _native.Admitter(segment)
+    for ticket, counts in enumerate([(2, 0, 1), (3,)]):
+        assert admitter.admit(ticket, b"row")
+        made = [with_extra(i + 1, images=[np.full((2, 3), 10 * ticket + i)] * n) for i, n in enumerate(counts)]
+        fields = encode_group([0] * 9, [1], made, [1.0] * len(counts), own)
+        assert producer.publish(producer.claim(), fields)
+    leases = consumer.try_take(2)
+    consumer.deliver(leases)
+    with Batch([Group(lease, extra_of(segment.schema)) for lease in leases]) as batch:
+        assert batch[0].field("images.counts").tolist() == [2, 0, 1]
+        assert batch[0].field("images")[:, 0, 0].tolist() == [0, 0, 2]
+        packed, padded = batch.packed(), batch.padded()
+    del leases
+    assert packed.extra["images"].shape == (6, 2, 3) and packed.extra["images.counts"].tolist() == [2, 0, 1, 3]
+    assert packed.extra["image"].shape == (4, 2, 2) and packed.extra["values"].shape == packed.token_ids.shape
+    assert packed.extra["values"][packed.versions >= 0].tolist() == [0, 0, 0.5, 0, 0.5, 1, 0]
+    assert padded.extra["values"].shape == padded.token_ids.shape
+    assert padded.extra["values"][2].tolist() == [0, 0, 0.5, 1]
+    assert padded.extra["images"].tolist() == packed.extra["images"].tolist()
+    assert padded.torch()["images"].shape == (6, 2, 3)
+    consumer.close()
+    with pytest.raises(ValueError, match="has 4 items, at most max_items=3"):
+        encode_group([0] * 9, [1], [with_extra(1, images=np.zeros((4, 2, 3)))], [1.0], own)
+    with pytest.raises(ValueError, match=r"has shape \(1, 3, 2\), expected \(1, 2, 3\)"):
+        encode_group([0] * 9, [1], [with_extra(1, images=np.zeros((1, 3, 2)))], [1.0], own)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -181,7 +220,7 @@ def test_extra_fields_that_do_not_fit_are_an_error_never_padded(changes, says):
     ("field", "says"),
     [
         (Field("x", "float32", "token"), "dtype 'float32'"),
-        (Field("x", "<f4", "group"), "'sample' or 'token'"),
+        (Field("x", "<f4", "group"), "'sample', 'token' or 'item'"),
         (Field("x", "<f4", "token", (0,)), "dimension below 1"),
         (Field("logprobs", "<f4", "token"), "a field already"),
     ],
