@@ -83,7 +83,7 @@ class Attendant:
     def stop(self) -> None:
         """End the thread. Called before the keeper is closed, since the thread listens on its descriptors."""
         self._stopping = True
-        self._tell_news()
+        self.tell_news()
         self.segment.wake_taker()
         self.ring()
         self._thread.join()
@@ -114,7 +114,8 @@ class Attendant:
         finally:
             self._waiters.remove(told)
 
-    def _tell_news(self) -> None:
+    def tell_news(self) -> None:
+        """Make whoever is in `wait_news` look."""
         for told in tuple(self._waiters):
             with contextlib.suppress(RuntimeError):  # told already
                 told.release()
@@ -171,7 +172,7 @@ class Attendant:
     def _set_fault(self, fault: EngineFault) -> None:
         if self.fault is None or isinstance(fault, KeeperLost):
             self.fault, self.admission.stopped = fault, True
-        self._tell_news()
+        self.tell_news()
         self.segment.wake_taker()
 
     # -- the keeper's messages -----------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class Attendant:
                 return
             message, fds = received
             self._on_message(message, fds)
-            self._tell_news()
+            self.tell_news()
             for fd in fds:
                 os.close(fd)
 

@@ -11,6 +11,7 @@ exact at any moment. `get` consumes nothing unless it returns: what was ingested
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -334,7 +335,11 @@ class RolloutEngine:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, rows: Sequence[Any] | SourceConfig, sampling: SamplingConfig | None = None, timeout: float | None = None
+        self,
+        rows: Sequence[Any] | SourceConfig,
+        sampling: SamplingConfig | None = None,
+        timeout: float | None = None,
+        pinned: bool = False,
     ) -> EvaluationResult:
         """Generate and score rows outside the training path: nothing of it enters the ring. Blocks; training samples go on beside it.
 
@@ -342,6 +347,8 @@ class RolloutEngine:
             rows: rows like those of the source, or a source of their own (one epoch of it, in its order).
             sampling: defaults to the engine's own.
             timeout: seconds; None waits for ever.
+            pinned: every token is of one policy version: updates pushed by another thread wait until it ends, at most for their own
+                timeout. False: updates go on, and the result names every version that sampled a token.
 
         Raises:
             EngineFault: a worker failed; carries its traceback.
@@ -355,7 +362,13 @@ class RolloutEngine:
         source = rows if isinstance(rows, SourceConfig) else self._like_source(rows)
         self._evaluations += 1
         source = msgspec.structs.replace(source, epochs=1, shuffle_seed=None)
-        return gather(attendant, self._evaluations, source, sampling, timeout)
+        with self._updates.pinned(timeout, attendant) if pinned else contextlib.nullcontext():
+            while True:
+                result = gather(attendant, self._evaluations, source, sampling, timeout)
+                if not pinned or len(result.versions) <= 1:
+                    return result
+                # Workers that had applied a refused update were on their way back: once more, and all have the last good copy.
+                self._evaluations += 1
 
     def _like_source(self, rows: Sequence[Any]) -> SourceConfig:
         own = self.config.source

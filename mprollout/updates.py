@@ -10,10 +10,11 @@ Workers that applied a refused version go back to the last good copy, which is k
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import msgspec
 
 from mprollout import messages
 from mprollout.config import EngineConfig
-from mprollout.errors import WeightUpdateFailed
+from mprollout.errors import GetTimeout, WeightUpdateFailed
 from mprollout.gate import Gate
 from mprollout.generator import PauseMode
 from mprollout.stats import describe_workers
@@ -62,6 +63,7 @@ class Updates:
             self._completed_at[version] = known[version] - base if version in known else before
         self._unanswered = 0  # the last version that was sent, or was about to be when an interrupt came
         self._one_at_a_time = threading.Lock()
+        self._pins: set[object] = set()  # of evaluations that want one version
 
     @property
     def updates(self) -> int:
@@ -81,13 +83,45 @@ class Updates:
             with attendant.lock:
                 self._gate.check_update()
             settings = self._config.weights
+            limit_s = settings.timeout_s + 30 if timeout_s is None else timeout_s
+            self._wait_for_pins(limit_s, attendant)
             with stage(source, dtype=settings.dtype, rename=settings.rename) as staged:
-                version = self._push(
-                    staged.fd, timeout_s if timeout_s is not None else settings.timeout_s + 30, attendant
-                )
+                version = self._push(staged.fd, limit_s, attendant)
                 if settings.keep_versions:
                     keep(staged, Path(self._config.run_dir or ""), version, settings.keep_versions)
                 return version
+
+    @contextlib.contextmanager
+    def pinned(self, timeout_s: float | None, attendant: Attendant) -> Iterator[None]:
+        """While this is open, an update that another thread pushes waits. Blocks while one is under way.
+
+        Raises:
+            GetTimeout: it did not end in time.
+        """
+        if not self._one_at_a_time.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise GetTimeout(f"evaluate: an update was under way for longer than {timeout_s} s")
+        try:
+            pin = object()
+            self._pins.add(pin)
+        finally:
+            self._one_at_a_time.release()
+        try:
+            yield
+        finally:
+            self._pins.discard(pin)
+            attendant.tell_news()
+
+    def _wait_for_pins(self, limit_s: float, attendant: Attendant) -> None:
+        deadline = time.monotonic() + limit_s
+
+        def check_time() -> None:
+            if time.monotonic() > deadline:
+                raise WeightUpdateFailed(
+                    f"update_weights: an evaluation has kept version {self.version} pinned for longer than {limit_s:g} s; nothing was sent"
+                )
+
+        if self._pins:
+            attendant.wait_news(lambda: not self._pins, check_time)
 
     def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
         def answered(version: int) -> bool:
