@@ -137,13 +137,16 @@ async def abort_in_sleep(generator: SGLangGenerator, prompt: list[int]) -> list[
 
 
 async def cancel_then_ask(generator: SGLangGenerator, prompt: list[int]) -> tuple[int, list[dict[str, Any]]]:
-    """(requests that the engine still holds a second after a cancel, a fresh answer)."""
+    """(requests that the engine still holds 5 s after a cancel, a fresh answer)."""
     task = asyncio.create_task(generator.generate(request(prompt, 1500, ignore_eos=True)))
     await asyncio.sleep(0.2)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await asyncio.sleep(0.5)
-    return len(generator._manager.rid_to_state), await generate(generator, [prompt], 4)
+    for _ in range(500):
+        if not generator._manager.rid_to_state:
+            break
+        await asyncio.sleep(0.01)
+    return len(generator._manager.rid_to_state), await generate(generator, [prompt], 4, ignore_eos=True)
 
 
 async def speed(generator: SGLangGenerator, prompt: list[int], samples: int, n: int) -> float:
