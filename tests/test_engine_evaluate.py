@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -115,45 +116,52 @@ def test_evaluation_is_beside_the_ring():
         assert sorted(drain(engine)) == list(range(40))
 
 
+SECOND_LONG = {
+    "generator": mp.SimulatedConfig(mean_tokens=12, sigma=0.0, tokens_per_s=12),
+    "reward": mp.RewardConfig("exact"),
+    "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=64),
+}
+"""Each sample takes a second."""
+THREE_ROWS = [{"prompt": str(i), "answer": ""} for i in range(3)]
+
+
+@contextlib.contextmanager
+def evaluating(engine: mp.RolloutEngine, results: list[mp.EvaluationResult], pinned: bool):
+    """An evaluation on another thread; joined at the end."""
+    thread = threading.Thread(target=lambda: results.append(engine.evaluate(THREE_ROWS, timeout=30, pinned=pinned)))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join()
+
+
 def test_an_evaluation_that_pins_its_version_keeps_it_and_updates_wait():
     """slime#2339: one version in all of it, an update waits until it ends or for its own timeout; nothing of it enters the ring."""
-    changes = {
-        "generator": mp.SimulatedConfig(mean_tokens=12, sigma=0.0, tokens_per_s=12),
-        "reward": mp.RewardConfig("exact"),
-        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=64),
-    }
-    with mp.RolloutEngine(config(rows=12, **changes)) as engine:
+    with mp.RolloutEngine(config(rows=12, **SECOND_LONG)) as engine:
         results: list[mp.EvaluationResult] = []
-        rows = [{"prompt": str(i), "answer": ""} for i in range(3)]
-        thread = threading.Thread(target=lambda: results.append(engine.evaluate(rows, timeout=30, pinned=True)))
-        thread.start()
-        until(lambda: engine._updates._pins, "the version is pinned")
-        with pytest.raises(mp.WeightUpdateFailed, match=r"version 0 pinned for longer than 0\.1 s; nothing was sent"):
-            engine.update_weights({"w": torch.zeros(4)}, timeout=0.1)
-        assert engine.update_weights({"w": torch.zeros(4)}, timeout=20) == 1
-        thread.join()
+        with evaluating(engine, results, pinned=True):
+            until(lambda: engine._updates._pins, "the version is pinned")
+            with pytest.raises(
+                mp.WeightUpdateFailed, match=r"version 0 pinned for longer than 0\.1 s; nothing was sent"
+            ):
+                engine.update_weights({"w": torch.zeros(4)}, timeout=0.1)
+            assert engine.update_weights({"w": torch.zeros(4)}, timeout=20) == 1
         assert results[0].versions == [0] and engine.policy_version == 1
-        assert engine.evaluate(rows[:1], timeout=20, pinned=True).versions == [1]
+        assert engine.evaluate(THREE_ROWS[:1], timeout=20, pinned=True).versions == [1]
         assert sorted(drain(engine)) == list(range(12)) and engine.stats().outcomes == {"taken": 12}
 
 
 def test_an_evaluation_names_the_versions_of_the_updates_beside_it():
     """slime#2339: an evaluation names every version that sampled a token of it; nothing of it enters the ring; neither call waits for the other."""
-    changes = {
-        "generator": mp.SimulatedConfig(mean_tokens=12, sigma=0.0, tokens_per_s=12),
-        "reward": mp.RewardConfig("exact"),
-        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=64),
-    }
-    with mp.RolloutEngine(config(rows=12, **changes)) as engine:
+    with mp.RolloutEngine(config(rows=12, **SECOND_LONG)) as engine:
         results: list[mp.EvaluationResult] = []
-        rows = [{"prompt": str(i), "answer": ""} for i in range(3)]
-        thread = threading.Thread(target=lambda: results.append(engine.evaluate(rows, timeout=30)))
-        thread.start()
-        while thread.is_alive():
-            engine.update_weights({"w": torch.zeros(4)})
+        with evaluating(engine, results, pinned=False) as thread:
+            while thread.is_alive():
+                engine.update_weights({"w": torch.zeros(4)})
         (result,) = results
         assert len(result.versions) >= 2 and result.version == result.versions[-1] <= engine.policy_version
         assert result.versions == sorted(set(result.versions))
         assert all(len(ids) == 12 for row in result.token_ids for ids in row)
-        assert engine.evaluate(rows[:1], timeout=20).versions == [engine.policy_version]
+        assert engine.evaluate(THREE_ROWS[:1], timeout=20).versions == [engine.policy_version]
         assert sorted(drain(engine)) == list(range(12)) and engine.stats().outcomes == {"taken": 12}
