@@ -107,6 +107,8 @@ class Taker:
         while (missing := n - len(self.parked)) > 0:
             leases = self._deliverable(missing)
             if len(leases) < missing:
+                if self._ticket_order and not self.to_recycle:
+                    self.to_recycle = self._in_the_way()
                 return missing - len(leases)
             groups = [self._group(lease) for lease in leases]
             if not (stale := [group for group in groups if self._is_to_recycle(group)]):
@@ -116,6 +118,19 @@ class Taker:
             else:
                 self.to_recycle = [*self.to_recycle, *stale]
         return 0
+
+    def _in_the_way(self) -> list[Group]:
+        """Held groups of an earlier trainer that leave no entries for a batch of those before them: the last in order are made again.
+
+        Each trainer that dies may leave as many live tickets as there are entries, all behind its successor's first.
+        """
+        following = self._ledger.peek_ticket()
+        excess = self._ledger.ahead - self._gate.max_live_groups
+        if excess <= 0:
+            return []
+        held = sorted(lease.ticket for lease in self.consumer.held() if lease.ticket > following)
+        leases = [self.consumer.find(ticket) for ticket in held[-excess:]]
+        return [self._group(lease) for lease in leases if lease is not None]
 
     def wanted(self, missing: int) -> int:
         """Publications worth waking for: in ticket order any may be the one whose turn it is."""

@@ -41,6 +41,7 @@ if __name__ == "__main__":
         if step + 1 == {saved}:
             state = engine.state_dict()
             engine.confirm(state)
+    engines.until(lambda: engine.stats().live == 8, "the gate is full")
     print(json.dumps([trained, state, [w.pid for w in engine.stats().workers]]), flush=True)
     time.sleep(60)
 """

@@ -12,6 +12,14 @@ from engines import until
 from played import played
 
 import mprollout as mp
+from mprollout import _native
+from mprollout.gate import Gate
+from mprollout.generator import VersionSpan
+from mprollout.ledger import Ledger
+from mprollout.ring import RolledSample, encode_group
+from mprollout.schema import Meta
+from mprollout.taker import Taker
+from mprollout.updates import Updates
 
 pytestmark = pytest.mark.timeout(60)
 WEIGHTS = {"w": torch.zeros(4)}
@@ -69,6 +77,35 @@ def test_what_a_dead_trainer_left_over_the_strict_bound_is_made_again_in_its_tur
         stats = on.engine.stats()
         assert stats.lags == {0: 2} and stats.discarded == {"recycled": 1}
         assert on.engine.audit()["taken"] == 2
+
+
+def test_dead_trainers_groups_make_room_for_a_batch_before_them() -> None:
+    """Found by the storm: six live tickets in six entries, all behind the ten that the checkpoint wants first."""
+    config = engines.config(gate=mp.GateConfig(groups_per_update=2, max_lag=1))
+    segment = _native.Segment.create(
+        workers=1, entries=6, cells=8, descriptors=16, arena_bytes=65536, max_group_bytes=4096, max_prompt_bytes=64, schema=b""
+    )  # fmt: skip
+    admitter, producer = _native.Admitter(segment), _native.Producer(segment, 0)
+    sample = RolledSample(
+        token_ids=[1], logprobs=[0.0], loss_mask=bytearray(1), finish_reason="stop", versions=[VersionSpan(0, 0, 1)]
+    )
+    for ticket in range(10, 16):
+        assert admitter.admit(ticket, b"")
+        meta = Meta(*[0] * len(Meta._fields))
+        assert producer.publish(producer.claim(), encode_group(meta, [1], [sample], [0.0]))
+    ledger, gate = Ledger(), Gate(config.gate, max_live_groups=4, spare=2)
+    taker = Taker(_native.Consumer(segment), config, (), ledger, gate, Updates(config, gate))
+    taker.adopt(segment)
+    gate.ahead = ledger.ahead
+    assert (gate.live, gate.credit, ledger.peek_ticket()) == (6, 0, 0)
+    assert taker.park(2) == 2
+    taker.recycle()
+    gate.ahead = ledger.ahead
+    assert (gate.live, gate.credit, ledger.peek_ticket()) == (4, 2, 0)
+    assert ledger.watermark == 0 and taker.groups_recycled == 2 and taker.recycled == {14: 1, 15: 1}
+    assert taker.park(2) == 2 and taker.to_recycle == []  # there is room now
+    taker.consumer.close()
+    segment.close()
 
 
 def test_a_group_over_the_lag_is_recycled_and_comes_again_under_the_new_version() -> None:
