@@ -365,6 +365,10 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     keep_versions: int = 0
     """So many of the last completed versions are kept as safetensors in `RUN/weights`, for `mprollout verify`; writing one takes the disk's time in `update_weights`."""
 
+    def limit_s(self, timeout: float | None) -> float:
+        """How long `update_weights(timeout=timeout)` may take, in seconds."""
+        return self.timeout_s + 30 if timeout is None else timeout
+
     def _check(self) -> None:
         self._require_seconds("timeout_s")
         self._require(

@@ -316,7 +316,7 @@ class RolloutEngine:
             attendant.ring()
 
     def _let_finish_what_is_ahead(self, timeout: float | None, attendant: Attendant, taker: Taker) -> None:
-        limit_s = self.config.weights.timeout_s + 30 if timeout is None else timeout
+        limit_s = self.config.weights.limit_s(timeout)
         deadline = time.monotonic() + limit_s
 
         def ahead() -> list[int]:

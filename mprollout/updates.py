@@ -83,7 +83,7 @@ class Updates:
             with attendant.lock:
                 self._gate.check_update()
             settings = self._config.weights
-            limit_s = settings.timeout_s + 30 if timeout_s is None else timeout_s
+            limit_s = settings.limit_s(timeout_s)
             self._wait_for_pins(limit_s, attendant)
             with stage(source, dtype=settings.dtype, rename=settings.rename) as staged:
                 version = self._push(staged.fd, limit_s, attendant)

@@ -172,10 +172,7 @@ def stage(source: Source, *, dtype: str | None = None, rename: Mapping[str, str]
             name = next((new + given[len(old) :] for old, new in prefixes if given.startswith(old)), given)
             if name in entries:
                 raise ValueError(f"staging weights: {name!r} comes twice")
-            if own_dtype not in _ITEM_BYTES:
-                raise ValueError(
-                    f"staging weights: {name!r} has dtype {own_dtype}; supported are {', '.join(_ITEM_BYTES)}"
-                )
+            _check_dtype(name, own_dtype)
             at, checksum = _append(fd, bytes(-at % _ALIGNMENT), at, checksum)
             entries[name] = entry = _Entry(own_dtype, tuple(shape), at)
             if at + entry.nbytes > left:
@@ -264,6 +261,11 @@ def load_staged(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     for path, _ in named_tensors:
         with StagedWeights.open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), verify=False) as weights:
             model.load_weights(weights.tensors())
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype not in _ITEM_BYTES:
+        raise ValueError(f"staging weights: {name!r} has dtype {dtype}; supported are {', '.join(_ITEM_BYTES)}")
 
 
 def _append(fd: int, data: Buffer, at: int, checksum: int) -> tuple[int, int]:
@@ -391,8 +393,7 @@ def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     for name, dtype, shape, chunks in _from_checkpoint(folder):
-        if dtype not in _ITEM_BYTES:
-            raise ValueError(f"staging weights: {name!r} has dtype {dtype}; supported are {', '.join(_ITEM_BYTES)}")
+        _check_dtype(name, dtype)
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         if tensor.numel():
             (chunk,) = chunks
