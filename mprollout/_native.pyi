@@ -218,6 +218,9 @@ class Consumer(metaclass=_NativeType):
     @property
     def held_count(self) -> int:
         """How many are held, in constant time."""
+    @property
+    def leased_count(self) -> int:
+        """How many are delivered and their memory not given back."""
     def find(self, ticket: int) -> Lease | None:
         """The held one of this ticket. In constant time, however many are held."""
     def deliver(self, leases: Sequence[Lease]) -> None:
@@ -267,6 +270,9 @@ def group_bytes(lengths: Sequence[int]) -> int:
 
 def views(leases: list[Lease], dtypes: Sequence[str]) -> list[tuple[npt.NDArray[Any], ...]]:
     """For each lease the views of its first fields, one a dtype: Lease.field() for a whole batch."""
+
+def copies(leases: list[Lease], fields: Sequence[int]) -> list[tuple[bytes, ...]]:
+    """For each lease the bytes of these fields: what is still needed when the group is released. Raises RuntimeError for one that is."""
 
 def release(leases: list[Lease]) -> int:
     """Lease.release() of all; returns the number of views alive now. Raises RuntimeError, with nothing released, when one is undelivered."""

@@ -150,7 +150,7 @@ class Attendant:
         """Let the admission take its turn, and wake whom it concerns."""
         with self.lock:
             self._taker.recycle()  # here, because no signal interrupts this thread
-            self._taker.tally()
+            self._taker.count()
             self._waits.split(self.admission.admitted_ns)  # before the turn forgets tickets that ended
             ended = self.admission.turn()
             tell_monitors(self, self._taker, self._waits)

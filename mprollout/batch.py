@@ -9,8 +9,9 @@ is dead; `Lease` (native) guarantees that a view never changes under its reader.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -185,12 +186,20 @@ class Batch(Sequence[Group]):
         ...     mean = batch.rewards.mean()
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = list(groups)
+    def __init__(self, leases: Sequence[_native.Lease], make: Callable[[_native.Lease], Group] = Group) -> None:
+        self._leases, self._make = list(leases), make
         self.released = False
 
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """Made when they are asked for, which is none of `get`'s business."""
+        groups = [self._make(lease) for lease in self._leases]
+        for group in groups:
+            group._released = self.released
+        return groups
+
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self._leases)
 
     def __getitem__(self, index: Any) -> Any:
         return self.groups[index]
@@ -200,7 +209,7 @@ class Batch(Sequence[Group]):
 
     @property
     def tickets(self) -> list[int]:
-        return [group.ticket for group in self.groups]
+        return [lease.ticket for lease in self._leases]
 
     @property
     def rewards(self) -> npt.NDArray[np.float32]:
@@ -281,10 +290,10 @@ class Batch(Sequence[Group]):
         if self.released:
             return
         self.released = True
-        for group in self.groups:
+        for group in self.__dict__.get("groups", ()):  # those that were made
             group._released = True
-        if _native.release([group.lease for group in self.groups]):
-            alive = {group.ticket: n for group in self.groups if (n := group.lease.release())}
+        if _native.release(self._leases):
+            alive = {lease.ticket: n for lease in self._leases if (n := lease.release())}
             warnings.warn(
                 f"batch released while {sum(alive.values())} views of tickets {sorted(alive)[:8]} are alive; "
                 "their memory stays in the ring until they die (copy what you keep)",

@@ -15,7 +15,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -93,7 +92,6 @@ class RolloutEngine:
         self._updates = Updates(config, self._gate)
         self._in_get: int | None = None  # thread; one that finds itself here was interrupted in the one before
         self._pid = os.getpid()
-        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._evaluations = 0
         self._waits = Waits()
         self._waiting: Waiting | None = None
@@ -149,7 +147,7 @@ class RolloutEngine:
             self._attendant = attendant = Attendant(
                 self._keeper, self.source, self._gate, self._ledger, self.config, self._taker, self._waits
             )
-            self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits, self._leased)
+            self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits)
             with StartProgress(attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
@@ -228,6 +226,7 @@ class RolloutEngine:
         if self._unpin is not None:
             self._unpin()
         if self._taker is not None:
+            self._taker.count()
             self._taker.consumer.close()
         self._ledger.let_go()
         if self._keeper is not None:
@@ -269,8 +268,8 @@ class RolloutEngine:
         try:
             waiting.fill(n, timeout, self._running)
             with attendant.lock:
-                batch = taker.book(n)
-                self._batches.add(batch)
+                batch, taken = taker.book(n)
+                self._waits.settle(time.monotonic_ns(), taken)
             if self._recorder is not None:
                 self._recorder.add(batch, self.policy_version)
             attendant.ring()
@@ -310,6 +309,8 @@ class RolloutEngine:
         try:
             if self._gate.awaits_weights:
                 self._let_finish_what_is_ahead(timeout, attendant, taker)
+            with attendant.lock:
+                taker.count()
             return self._updates.push(source, timeout, attendant)
         finally:
             self._waits.ns["weights"] += time.monotonic_ns() - began
@@ -382,8 +383,9 @@ class RolloutEngine:
         """What a checkpoint needs: JSON-able and pure (nothing changes). Groups taken are done, all others come again."""
         attendant, taker = self._running()
         with attendant.lock:
+            taker.count()
             return {
-                "ledger": self._ledger.state(without={group.ticket for group in taker.parked}),
+                "ledger": self._ledger.state(without={lease.ticket for lease in taker.parked}),
                 "recycled": {str(ticket): count for ticket, count in taker.recycled.items()},
                 "source": self.source.fingerprint,
                 "minted": self._updates.minted,
@@ -449,12 +451,10 @@ class RolloutEngine:
         """
         from mprollout import audit  # here, for a light import of the package
 
-        attendant, _ = self._running()
+        attendant, taker = self._running()
         with attendant.lock:
+            taker.count()
             return audit.check(self._ledger.snapshot(), attendant.segment.table())
-
-    def _leased(self) -> int:
-        return sum(len(batch) for batch in self._batches if not batch.released)
 
     def _running(self) -> tuple[Attendant, Taker]:
         if os.getpid() != self._pid:

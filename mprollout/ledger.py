@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,6 +130,11 @@ class Ledger:
         return {name: count for name, count in zip(self._file.outcomes, self._file.counts, strict=True) if count}
 
     @property
+    def adopted(self) -> bool:
+        """Whether tickets of an earlier trainer are still to be taken."""
+        return bool(self._adopted)
+
+    @property
     def ahead(self) -> int:
         """Live tickets behind the one that is handed out next: those of an earlier trainer, when this one starts further back."""
         if not self._adopted:
@@ -163,10 +168,12 @@ class Ledger:
             self._file.header[Word.NEXT] = ticket + 1
         return ticket
 
-    def park(self, ticket: int) -> None:
-        """It is about to be delivered to this process: its entry is no longer what proves that it is not lost. Nothing if it is resolved."""
-        if ticket in self._slot:
-            self._put(ticket, Kind.PARKED)
+    def park(self, tickets: Iterable[int]) -> None:
+        """They are about to be delivered to this process: their entries are no longer what proves that none is lost. Nothing for those that are resolved."""
+        slots, slot_of = self._file.slots, self._slot
+        for ticket in tickets:
+            if (slot := slot_of.get(ticket)) is not None:
+                slots[slot] = ticket << 2 | Kind.PARKED
 
     def send_back(self, ticket: int) -> None:
         """A ticket that is not resolved is to be handed out again, before all others."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from mprollout.batch import Group
 from mprollout.config import (
     EngineConfig,
     GateConfig,
@@ -48,8 +49,7 @@ class DropOldest(Taker):
         held = self.consumer.held()
         surplus = held[: max(0, len(held) - n)]
         for lease in surplus:
-            group = self._group(lease)
-            self.tokens_discarded += int(group.lengths.sum())
+            self.tokens_discarded += int(Group(lease).lengths.sum())
             self._deliver([lease])
             lease.release()
             self._ledger.resolve(lease.ticket, "dropped:oldest")

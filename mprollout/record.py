@@ -119,7 +119,7 @@ class Recorder:
             )
         self._batch += 1
 
-    def close(self, parked: Iterable[Group] = ()) -> None:
+    def close(self, parked: Iterable[_native.Lease] = ()) -> None:
         """Write what is buffered and wait for it. Idempotent.
 
         Args:
@@ -128,8 +128,8 @@ class Recorder:
         Raises:
             OSError: a part could not be written.
         """
-        for group in parked:
-            self._buffer.pop((group.ticket, group.attempt), None)
+        for lease in parked:
+            self._buffer.pop((lease.ticket, lease.attempt), None)
         self._write_out(before=self._batch)
         self._writer.shutdown(wait=True)
         self._raise_failure(wait=True)
@@ -236,11 +236,12 @@ class ReplaySource:
             self._next = next(self._rows, None)
             raise DataExhausted(f"get({n}): the recording {self._folder} has ended", available=len(rows))
         self.policy_version = rows[-1].policy_version
-        return ReplayedBatch([self.group(row) for row in rows])
+        # A row answers to what is asked of a lease.
+        return ReplayedBatch(cast(list[_native.Lease], rows), lambda lease: self.group(cast(RecordedGroup, lease)))
 
     def group(self, row: RecordedGroup) -> Group:
         """A recorded row as the trainer had it."""
-        group = Group(cast(_native.Lease, row), self._extra)  # it answers to what a group asks of its lease
+        group = Group(cast(_native.Lease, row), self._extra)
         group.lag, group.masked = row.lag, row.masked
         return group
 

@@ -321,6 +321,7 @@ class _Simulation:
     def _turn(self) -> None:
         """What the attendant's thread does in a real run."""
         self._taker.recycle()
+        self._taker.count()
         if self._admission.turn():
             self._segment.wake_taker()
         self.report.most_live = max(self.report.most_live, self._gate.live)
@@ -358,8 +359,6 @@ class _Simulation:
             seen = taker.consumer.news()
             self._news.clear()
             if (missing := taker.park(n)) == 0:
-                self._waits.settle(_now_ns(), taker.parked[:n])
-                self._waits.split(self._admission.admitted_ns)
                 break
             self._waits.begin(_now_ns())
             if taker.to_recycle:
@@ -371,7 +370,9 @@ class _Simulation:
             if taker.consumer.arm(taker.wanted(missing), seen):
                 await self._news.wait()
             taker.consumer.disarm()
-        batch = taker.book(n)
+        batch, taken = taker.book(n)
+        self._waits.settle(_now_ns(), taken)
+        self._waits.split(self._admission.admitted_ns)
         taker.hand_over(n)
         return batch
 

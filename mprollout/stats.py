@@ -176,7 +176,7 @@ def _mean_reward(taker: Taker) -> float:
 def engine_stats(attendant: Attendant, taker: Taker, waits: Waits) -> EngineStats:
     """What `RolloutEngine.stats` returns; under the engine's lock."""
     segment, gate = attendant.segment, attendant.admission.gate
-    taker.tally()
+    taker.count()
     waits.split(attendant.admission.admitted_ns)
     workers = worker_stats(segment, attendant.states)
     since_ns = waits.since_ns

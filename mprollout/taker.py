@@ -10,7 +10,11 @@ parked is not yet taken for `state_dict`. Waiting is the caller's: this class ne
 
 from __future__ import annotations
 
+import array
 import collections
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +25,47 @@ from mprollout.config import EngineConfig
 from mprollout.gate import Gate, is_strict
 from mprollout.ledger import Ledger
 from mprollout.ring import DELIVERED
-from mprollout.schema import SCHEMA, Field, index
+from mprollout.schema import Field, Meta, index
 from mprollout.updates import Updates
 
-_LENGTHS, _REWARDS = index(())["lengths"][0], index(())["rewards"][0]
-_HEAD = [field.dtype for field in SCHEMA[: max(_LENGTHS, _REWARDS) + 1]]
+_KEPT = [index(())[name][0] for name in ("meta", "lengths", "rewards", "span_versions")]
+
+
+class Head(NamedTuple):
+    """What statistics need of a group that was taken."""
+
+    ticket: int
+    meta: Meta
+    lengths: Sequence[int]
+    rewards: Sequence[float]
+    span_versions: Sequence[int]
+
+
+class Taken(NamedTuple):
+    """A batch as it is counted later, when the trainer may have released it: copies of a few fields (`_KEPT`)."""
+
+    tickets: list[int]
+    copies: list[tuple[bytes, ...]]
+    now: int
+    """Updates completed at its take."""
+
+    @property
+    def heads(self) -> list[Head]:
+        """One a group."""
+        return [
+            Head(
+                ticket,
+                Meta._make(_numbers(meta, "q")),
+                _numbers(lengths, "i"),
+                _numbers(rewards, "f"),
+                _numbers(spans, "q"),
+            )
+            for ticket, (meta, lengths, rewards, spans) in zip(self.tickets, self.copies, strict=True)
+        ]
+
+
+def _numbers(data: bytes, code: str) -> Sequence[Any]:
+    return array.array(code, data)
 
 
 class Taker:
@@ -45,7 +85,7 @@ class Taker:
         self._extra_fields = extra_fields
         self._ticket_order, self._settings = is_strict(config.gate), config.gate
         self._taken_before = ledger.taken
-        self.parked: list[Group] = []
+        self.parked: list[_native.Lease] = []
         """Delivered, not yet handed over."""
         self.recycled = recycled or {}
         """How often a ticket that is not yet resolved was sent back."""
@@ -60,7 +100,7 @@ class Taker:
         self.reward_last = self.reward_sum = 0.0
         """Mean reward of the samples in the last batch; the sum of the rewards of all samples taken."""
         self.groups_recycled = self.groups_masked = self.tokens_discarded = 0
-        self._uncounted: collections.deque[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = collections.deque()
+        self._uncounted: collections.deque[Taken] = collections.deque()
 
     @property
     def policy_version(self) -> int:
@@ -98,9 +138,9 @@ class Taker:
 
     def resume(self) -> int:
         """Finish what an interrupt cut; returns how many of the parked groups are booked (neither live nor to come)."""
-        self._hand_to_trainer([group.lease for group in self.parked])  # idempotent
-        self._count_taken()
-        return sum(self._ledger.is_resolved(group.ticket) for group in self.parked)
+        self._hand_to_trainer(self.parked)  # idempotent
+        self.count()
+        return sum(self._ledger.is_resolved(lease.ticket) for lease in self.parked)
 
     def park(self, n: int) -> int:
         """Have n groups parked, if so many can be delivered now; returns how many are missing."""
@@ -110,10 +150,9 @@ class Taker:
                 if self._ticket_order and not self.to_recycle:
                     self.to_recycle = self._in_the_way()
                 return missing - len(leases)
-            groups = [self._group(lease) for lease in leases]
-            if not (stale := [group for group in groups if self._is_to_recycle(group)]):
+            if not (stale := self._stale(leases)):
                 # Parked before they are delivered: what an interrupt leaves between the two, `resume` does.
-                self.parked = [*self.parked, *groups]
+                self.parked = [*self.parked, *leases]
                 self._deliver(leases)
             else:
                 self.to_recycle = [*self.to_recycle, *stale]
@@ -130,41 +169,48 @@ class Taker:
             return []
         held = sorted(lease.ticket for lease in self.consumer.held() if lease.ticket > following)
         leases = [self.consumer.find(ticket) for ticket in held[-excess:]]
-        return [self._group(lease) for lease in leases if lease is not None]
+        return [Group(lease, self._extra_fields) for lease in leases if lease is not None]
 
     def wanted(self, missing: int) -> int:
         """Publications worth waking for: in ticket order any may be the one whose turn it is."""
         return 1 if self._ticket_order else missing
 
-    def book(self, n: int) -> Batch:
-        """Mark the first n parked tickets taken."""
-        batch = Batch(self.parked[:n])
-        fresh = [group for group in batch if not self._ledger.is_resolved(group.ticket)]
-        for group in fresh:
-            self._ledger.resolve(group.ticket, "taken")
-            self.recycled.pop(group.ticket, None)
-            self.lags[group.lag] += 1
-            self.groups_masked += group.masked
-        self._count_taken()
-        if fresh:
-            heads = _native.views([group.lease for group in fresh], _HEAD)
-            lengths, rewards = (np.concatenate([head[i] for head in heads]) for i in (_LENGTHS, _REWARDS))
-            self._uncounted.append((lengths, rewards))
-        return batch
+    def book(self, n: int) -> tuple[Batch, Taken]:
+        """The first n parked groups as a batch: they are taken, as soon as somebody counts."""
+        leases, now = self.parked[:n], self._gate.updates
+        taken = Taken([lease.ticket for lease in leases], _native.copies(leases, _KEPT), now)
+        self._uncounted.append(taken)
+        return Batch(leases, functools.partial(self._group, now=now)), taken
 
-    def tally(self) -> None:
-        """Bring the statistics of what was taken up to date. Whoever reads them calls it first: `get`, between a publish and its return, does not."""
+    def count(self) -> None:
+        """Bring ledger, gate and statistics up to what was taken. Whoever reads them calls it first: `get`, between a publish and its
+        return, has no time for it, and what is parked in the ledger is safe. An interrupt may cost a statistic, never a ticket.
+        """
         while self._uncounted:
-            self._count(*self._uncounted.popleft())
+            heads = [head for head in self._uncounted[0].heads if not self._ledger.is_resolved(head.ticket)]
+            for head in heads:
+                lag = self._lag(head.meta, head.span_versions, self._uncounted[0].now)
+                self._ledger.resolve(head.ticket, "taken")
+                self.recycled.pop(head.ticket, None)
+                self.lags[lag] += 1
+                self.groups_masked += self._is_masked(lag)
+            if heads:
+                lengths, rewards = (
+                    [n for head in heads for n in head.lengths],
+                    [r for head in heads for r in head.rewards],
+                )
+                self._count_samples(np.array(lengths), np.array(rewards))
+            self._uncounted.popleft()
+        self._gate.taken = self._ledger.taken - self._taken_before
 
-    def _count(self, lengths: npt.NDArray[np.int32], rewards: npt.NDArray[np.float32]) -> None:
+    def _count_samples(self, lengths: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]) -> None:
         # 2^i to 2^(i+1) - 1 have the exponent i + 1, and 0 has 0: as `length_bucket`
         counts = np.bincount(np.frexp(lengths)[1], minlength=len(self.lengths) + 1)
         self.lengths += counts[1 : len(self.lengths) + 1]
         self.lengths[0] += counts[0]
         self.lengths[-1] += counts[len(self.lengths) + 1 :].sum()
         self.tokens_delivered += int(lengths.sum())
-        total = float(rewards.sum(dtype=np.float64))
+        total = float(rewards.sum())
         self.samples_taken += len(rewards)
         self.reward_sum += total
         self.reward_last = total / max(1, len(rewards))
@@ -173,12 +219,9 @@ class Taker:
         """The caller has them: one step that no signal cuts."""
         del self.parked[:n]
 
-    def _count_taken(self) -> None:
-        self._gate.taken = self._ledger.taken - self._taken_before
-
     def _deliverable(self, n: int) -> list[_native.Lease]:
         """Up to n groups that may be delivered now, in order; they stay held."""
-        parked, over = {group.ticket for group in self.parked}, {group.ticket for group in self.to_recycle}
+        parked, over = {lease.ticket for lease in self.parked}, {group.ticket for group in self.to_recycle}
         if not self._ticket_order:
             gone = parked | over
             held = [lease for lease in (*self._again.values(), *self.consumer.held()) if lease.ticket not in gone]
@@ -198,38 +241,50 @@ class Taker:
         return leases
 
     def _hand_to_trainer(self, leases: list[_native.Lease]) -> None:
-        for lease in leases:  # first: an audit from outside must not miss what the table no longer has
-            self._ledger.park(lease.ticket)
+        # first: an audit from outside must not miss what the table no longer has
+        self._ledger.park([lease.ticket for lease in leases])
         self.consumer.deliver(leases)
 
     def _deliver(self, leases: list[_native.Lease]) -> None:
         self._hand_to_trainer(leases)
-        for lease in leases:
-            self._again.pop(lease.ticket, None)
+        if self._again:
+            for lease in leases:
+                self._again.pop(lease.ticket, None)
 
     # -- lag -----------------------------------------------------------------------------------------------------
 
-    def _group(self, lease: _native.Lease) -> Group:
+    def _group(self, lease: _native.Lease, now: int) -> Group:
+        """As it is taken when so many updates are completed."""
         group = Group(lease, self._extra_fields)
-        meta, updates = group.meta, self._updates
-        if meta.oldest_version in (meta.version, -1):  # its tokens are of one version, or it has none
-            group.lag = updates.lag(meta.version)
-        else:  # not that of the lowest version: an attached trainer's first one is a step back in what was learnt
-            group.lag = max(map(updates.lag, set(group.field("span_versions").tolist())))
-        limit = self._settings.max_lag
-        group.masked = limit is not None and not self._ticket_order and group.lag > limit
+        group.lag = self._lag(group.meta, group.field("span_versions").tolist(), now)
+        group.masked = self._is_masked(group.lag)
         return group
 
-    def _is_to_recycle(self, group: Group) -> bool:
-        """Over the lag, and its settings do not mask it. Under the strict bound only what a dead trainer left can be: before it comes
+    def _lag(self, meta: Meta, span_versions: Sequence[int], now: int) -> int:
+        if meta.oldest_version in (meta.version, -1):  # its tokens are of one version, or it has none
+            return self._updates.lag(meta.version, now)
+        # not that of the lowest version: an attached trainer's first one is a step back in what was learnt
+        return max(self._updates.lag(version, now) for version in set(span_versions))
+
+    def _is_masked(self, lag: int) -> bool:
+        return self._settings.max_lag is not None and not self._ticket_order and lag > self._settings.max_lag
+
+    def _stale(self, leases: list[_native.Lease]) -> list[Group]:
+        """Those over the lag that the settings do not mask. Under the strict bound only what a dead trainer left can be: before it come
         tickets that this trainer makes again, so its turn may come later than it was admitted for.
         """
-        if self._settings.max_lag is None or group.lag <= self._settings.max_lag:
-            return False
-        sent_back = self.recycled.get(group.ticket, 0)
-        return self._ticket_order or (
-            self._settings.lag_policy == "recycle" and sent_back < self._settings.max_recycles
-        )
+        settings = self._settings
+        if settings.max_lag is None or not (
+            self._ledger.adopted if self._ticket_order else settings.lag_policy == "recycle"
+        ):
+            return []
+        groups = [self._group(lease, self._gate.updates) for lease in leases]
+        return [
+            group
+            for group in groups
+            if group.lag > settings.max_lag
+            and (self._ticket_order or self.recycled.get(group.ticket, 0) < settings.max_recycles)
+        ]
 
     def recycle(self) -> None:
         """Discard what is over the lag and send its tickets back: the credit returns, and the admission spends it on them first.

@@ -70,9 +70,11 @@ class Updates:
         """Updates behind the trainer's policy, from the run's first weights, over all its trainers."""
         return self._base + self._gate.updates
 
-    def lag(self, version: int) -> int:
-        """Completed updates between a token of that version and now; 0 for one of a policy that this trainer has yet to reach again."""
-        return max(0, self._gate.updates - self._completed_at[version])
+    def lag(self, version: int, now: int) -> int:
+        """Updates completed between a token of that version and the moment when so many (`now`, of the gate's) were; 0 for one of a policy that
+        this trainer has yet to reach again. The same whenever it is asked: a version that completes later was the newest then, too.
+        """
+        return max(0, now - self._completed_at[version])
 
     def push(self, source: Any, timeout_s: float | None, attendant: Attendant) -> int:
         """See `RolloutEngine.update_weights`."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mprollout.batch import Group
 from mprollout.config import EngineConfig
 from mprollout.errors import DataExhausted, GetTimeout, RingStarved
 from mprollout.ring import Plan, WorkerWord
@@ -24,7 +23,7 @@ from mprollout.stats import describe_workers
 
 if TYPE_CHECKING:
     from mprollout.attendant import Attendant
-    from mprollout.taker import Taker
+    from mprollout.taker import Taken, Taker
 
 SAFETY_LOOK_S = 0.25
 STARVED_S = 0.5
@@ -60,7 +59,7 @@ class Waits:
         self.since_ns: int | None = None
         """Beginning of the wait under way in `get`."""
         self._unsettled: collections.deque[tuple[int, int]] = collections.deque(maxlen=_KEPT)
-        self._due: collections.deque[tuple[list[tuple[int, int]], list[tuple[int, int, Meta]]]] = collections.deque()
+        self._due: collections.deque[tuple[list[tuple[int, int]], Taken]] = collections.deque()
         self._idle: collections.deque[tuple[int, int]] = collections.deque(maxlen=_KEPT)
         self._idle_since: int | None = None
 
@@ -86,23 +85,25 @@ class Waits:
             self._idle.append((self._idle_since, now_ns))
             self._idle_since = None
 
-    def settle(self, now_ns: int, groups: Sequence[Group]) -> None:
+    def settle(self, now_ns: int, taken: Taken) -> None:
         """The groups are in hand. Says only what there is to split: `get`, between a publish and its return, has no time for more."""
         waits = [*self._unsettled, *([(self.since_ns, now_ns)] if self.since_ns is not None else [])]
         if waits:
-            self._due.append((waits, [(group.ticket, len(group), group.meta) for group in groups]))
+            self._due.append((waits, taken))
             self._unsettled.clear()
             self.since_ns = None
 
     def split(self, admitted_ns: dict[int, int]) -> None:
         """Split what was settled, O(n) a batch. `admitted_ns`: of tickets, as far as it is known."""
         while self._due:
-            waits, batch = self._due.popleft()
-            ticket, size, meta = max(batch, key=lambda group: group[2].published_ns)
-            if size == 1:  # no siblings: what it is behind is the rest of the batch
-                others = (other.generated_ns - other.started_ns for one, _, other in batch if one != ticket)
+            waits, taken = self._due.popleft()
+            heads = taken.heads
+            last = max(heads, key=lambda head: head.meta.published_ns)
+            meta = last.meta
+            if len(last.lengths) == 1:  # no siblings: what it is behind is the rest of the batch
+                others = (head.meta.generated_ns - head.meta.started_ns for head in heads if head is not last)
                 meta = meta._replace(excess_ns=max(0, meta.excess_ns - max(others, default=0)))
-            admitted = min(admitted_ns.get(ticket, meta.claimed_ns), meta.claimed_ns)
+            admitted = min(admitted_ns.get(last.ticket, meta.claimed_ns), meta.claimed_ns)
             for cause, ns in self._split(waits, meta, admitted).items():
                 self.ns[cause] += ns
 
@@ -130,11 +131,7 @@ class Waits:
 
 
 class Waiting:
-    """The wait of `get`. Used by the thread that takes; one for each started engine.
-
-    Args:
-        leased: how many groups the trainer has taken and not released.
-    """
+    """The wait of `get`. Used by the thread that takes; one for each started engine."""
 
     def __init__(
         self,
@@ -143,10 +140,8 @@ class Waiting:
         attendant: Attendant,
         taker: Taker,
         waits: Waits,
-        leased: Callable[[], int],
     ) -> None:
-        self._config, self._plan, self._attendant, self._taker = config, plan, attendant, taker
-        self._waits, self._leased = waits, leased
+        self._config, self._plan, self._attendant, self._taker, self._waits = config, plan, attendant, taker, waits
         self._starved_since = math.inf
 
     def fill(self, n: int, timeout: float | None, check_open: Callable[[], object]) -> None:
@@ -164,7 +159,6 @@ class Waiting:
             with attendant.lock:
                 missing = taker.park(n)
                 if missing == 0:
-                    self._waits.settle(time.monotonic_ns(), taker.parked[:n])
                     return
                 if taker.to_recycle:
                     attendant.ring()
@@ -221,6 +215,6 @@ class Waiting:
                     return
             raise RingStarved(
                 f"get({n}): no worker has room for another group (arenas of {self._plan.arena_bytes:,} bytes, up to "
-                f"{self._plan.max_group_bytes:,} a group) and {self._leased()} taken groups were not released (or views of released ones "
+                f"{self._plan.max_group_bytes:,} a group) and {self._taker.consumer.leased_count} taken groups were not released (or views of released ones "
                 "are kept): use `with engine.get(n) as batch:`, copy what you keep, or raise RingConfig.arena_bytes"
             )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SAFETY_LOOK_S = 0.25
 WATCH_S = 0.5
+_PUBLISHED_NS = Meta._fields.index("published_ns")
 
 
 class RolloutWorker:
@@ -225,19 +226,23 @@ class RolloutWorker:
     ) -> list[tuple[str, list[Any]]]:
         last = max(made, key=lambda one: one.generated_s)
         siblings_s = max((one.took_s for one in made if one is not last), default=0.0)
-        meta = Meta(
-            row=prompt.row,
-            version=self._generator.version,
-            deaths=claim.deaths,
-            claimed_ns=self._claimed_ns[claim.ticket],
-            started_ns=_ns(last.started_s),
-            generated_ns=_ns(last.generated_s),
-            published_ns=_now_ns(),
-            excess_ns=_ns(max(0.0, last.took_s - siblings_s)),
-            oldest_version=min((span.version for one in made for span in one.sample.versions), default=-1),
-        )
+        meta = [
+            *Meta(
+                row=prompt.row,
+                version=self._generator.version,
+                deaths=claim.deaths,
+                claimed_ns=self._claimed_ns[claim.ticket],
+                started_ns=_ns(last.started_s),
+                generated_ns=_ns(last.generated_s),
+                published_ns=0,
+                excess_ns=_ns(max(0.0, last.took_s - siblings_s)),
+                oldest_version=min((span.version for one in made for span in one.sample.versions), default=-1),
+            )
+        ]
         samples, rewards = [one.sample for one in made], [one.reward for one in made]
-        return encode_group(meta, prompt_ids, samples, rewards, self._config.ring.stored_fields)
+        fields = encode_group(meta, prompt_ids, samples, rewards, self._config.ring.stored_fields)
+        meta[_PUBLISHED_NS] = _now_ns()  # `publish` is the next call
+        return fields
 
     def _discard(self, tokens: int, reason: int) -> None:
         self._words[DISCARDED[reason if reason < len(DISCARDED) else 0]] += tokens

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import os
 import pickle
+import select
+import selectors
 import socket
 import sys
 import traceback
@@ -29,6 +31,16 @@ if TYPE_CHECKING:
 
 PERMANENT = (ValueError, ImportError, AttributeError, OSError, MprolloutError, SyntaxError)
 """A start that fails by one of these would fail the same way again."""
+
+
+class _PreciseSelector(selectors.EpollSelector):
+    """Timers to the microsecond: `epoll_wait` takes milliseconds, and rounds up. `select` on the epoll's own descriptor does not."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout > 0:
+            select.select([self.fileno()], (), (), timeout)
+            timeout = 0
+        return super().select(timeout)
 
 
 def make_generator(config: EngineConfig, index: int) -> Generator:
@@ -75,7 +87,8 @@ def main() -> None:
     channel.socket.setblocking(False)
     assert received is not None and isinstance(received[0], messages.Boot)
     try:
-        asyncio.run(live(index, channel, received[1]))
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_PreciseSelector())) as runner:
+            runner.run(live(index, channel, received[1]))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         sys.stderr.write(text)

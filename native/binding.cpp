@@ -106,6 +106,7 @@ public:
     std::vector<std::uint64_t> peek(std::int64_t count) const { return consumer_.peek(natural("peek", count)); }
 
     std::size_t held_count() const { return held_.size() - delivered_; }
+    std::int64_t leased_count() const { return consumer_.taker()->leased; }
 
     std::vector<nb::object> held() const {
         std::vector<nb::object> leases;
@@ -137,6 +138,7 @@ public:
             if (lease->delivered) continue;
             mprollout::deliver(*mapping_, lease->taken);
             lease->delivered = true;
+            ++consumer_.taker()->leased;
             by_ticket_.erase(lease->taken.ticket);
             ++delivered_;
         }
@@ -408,6 +410,7 @@ NB_MODULE(_native, m) {
 
     make_lease_types(m);
     m.def("views", &views, "leases"_a, "dtypes"_a);
+    m.def("copies", &copies, "leases"_a, "fields"_a);
     m.def("release", &release_all, "leases"_a);
     m.def("first_of_each", &first_of_each, "rows"_a);
 
@@ -420,6 +423,7 @@ NB_MODULE(_native, m) {
         .def("peek", &PyConsumer::peek, "count"_a)
         .def("held", &PyConsumer::held)
         .def_prop_ro("held_count", &PyConsumer::held_count)
+        .def_prop_ro("leased_count", &PyConsumer::leased_count)
         .def("find", &PyConsumer::find, "ticket"_a)
         .def("deliver", &PyConsumer::deliver, "leases"_a)
         .def("news", &PyConsumer::news)
@@ -464,6 +468,7 @@ NB_MODULE(_native, m) {
     as_builtin(m, "die_with_parent", "die_with_parent(expected_parent_pid)\n--\n\n");
     as_builtin(m, "become_subreaper", "become_subreaper()\n--\n\n");
     as_builtin(m, "views", "views(leases, dtypes)\n--\n\n");
+    as_builtin(m, "copies", "copies(leases, fields)\n--\n\n");
     as_builtin(m, "release", "release(leases)\n--\n\n");
     as_builtin(m, "first_of_each", "first_of_each(rows)\n--\n\n");
     as_builtin(m, "group_bytes", "group_bytes(lengths)\n--\n\n");

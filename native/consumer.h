@@ -63,6 +63,7 @@ struct Taker {
     std::uint64_t owner = 0, epoch = 0;
     std::uint64_t forks = forks_before;
     int bell = -1;
+    std::int64_t leased = 0;  // delivered and not given back; Python's leases count it
 
     void close_bell() {
         if (bell >= 0) ::close(bell);

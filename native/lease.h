@@ -25,8 +25,10 @@ struct Lease {
 
     std::int64_t alive() const { return views == nullptr ? 0 : Py_REFCNT(views); }
     void give_back() {
-        if (!given_back) mprollout::release(*taker, taken);
+        if (given_back) return;
         given_back = true;
+        --taker->leased;
+        mprollout::release(*taker, taken);
     }
     std::int64_t release() {
         if (!taker->here()) return alive();
@@ -52,6 +54,7 @@ inline nb::object new_lease(const std::shared_ptr<Taker>& taker, const Taken& ta
     new (&lease->taken) Taken(taken);
     lease->views = nullptr;
     lease->delivered = delivered(*taker->mapping, taken);
+    taker->leased += lease->delivered;
     lease->released = lease->given_back = false;
     return nb::steal(reinterpret_cast<PyObject*>(lease));
 }
@@ -218,6 +221,28 @@ inline nb::list views(nb::list leases, nb::handle dtypes) {
         PyList_SET_ITEM(rows.ptr(), static_cast<Py_ssize_t>(i), row);  // so that it is freed, whatever follows
         for (std::size_t k = 0; k < descrs.size(); ++k)
             PyTuple_SET_ITEM(row, static_cast<Py_ssize_t>(k), new_view(all[i], base, k, descrs[k]));
+    }
+    return rows;
+}
+
+// For each lease the bytes of some of its fields: what is needed of a group that may be released meanwhile.
+inline nb::list copies(nb::list leases, const std::vector<std::uint64_t>& fields) {
+    const std::vector<Lease*> all = leases_of("copies", leases);
+    nb::list rows = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(all.size())));
+    for (std::size_t i = 0; i < all.size(); ++i) {
+        if (all[i]->given_back)
+            throw std::runtime_error(
+                text("copies: expected leases that are not released, got ticket ", all[i]->taken.ticket));
+        PyObject* row = PyTuple_New(static_cast<Py_ssize_t>(fields.size()));
+        if (row == nullptr) throw nb::python_error();
+        PyList_SET_ITEM(rows.ptr(), static_cast<Py_ssize_t>(i), row);  // so that it is freed, whatever follows
+        for (std::size_t k = 0; k < fields.size(); ++k) {
+            const Field f = field(all[i]->taken, fields[k]);
+            PyObject* bytes = PyBytes_FromStringAndSize(static_cast<const char*>(static_cast<const void*>(f.data)),
+                                                        static_cast<Py_ssize_t>(f.bytes));
+            if (bytes == nullptr) throw nb::python_error();
+            PyTuple_SET_ITEM(row, static_cast<Py_ssize_t>(k), bytes);
+        }
     }
     return rows;
 }

@@ -137,7 +137,7 @@ def test_each_tear_is_named_and_nothing_that_is_whole() -> None:
         made = Ledger()
         for _ in range(6):
             made.next_ticket()
-        made.park(1)
+        made.park([1])
         made.send_back(2)
         made.resolve(4, "taken")
         made.resolve(5, "failed:reward")

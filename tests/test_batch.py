@@ -51,7 +51,7 @@ def batch():
         assert producer.publish(producer.claim(), encode_group([ticket, 7, 1, 2], prompt, samples, rewards))
         leases.append(consumer.take())
     consumer.deliver(leases)
-    batch = Batch([Group(lease) for lease in leases])
+    batch = Batch(leases)
     yield batch
     del leases
     batch.release()
@@ -97,6 +97,14 @@ def test_padded_is_packed_in_rows(batch):
     assert padded.token_ids.tolist() == [[1, 2, 3, 4, 5], [1, 2, 99, 99, 99], [1, 2, 6, 99, 99], [9, 10, 11, 99, 99]]
     for name in ("token_ids", "logprobs", "loss_mask", "versions"):
         assert getattr(padded, name)[padded.attention_mask == 1].tolist() == getattr(packed, name).tolist()
+
+
+def test_a_batch_that_nobody_looked_at_is_released_all_the_same(batch):
+    """Its groups are made when they are asked for."""
+    assert len(batch) == 2 and batch.tickets == [0, 1]
+    batch.release()
+    with pytest.raises(mp.BatchReleased, match="ticket 1"):
+        batch[1].field("token_ids")
 
 
 def test_torch_forms_share_memory_with_numpy(batch):
@@ -155,7 +163,7 @@ def test_extra_fields_of_any_shape_travel_like_the_others():
     assert producer.publish(producer.claim(), fields)
     [lease] = consumer.try_take(1)
     consumer.deliver([lease])
-    with Batch([Group(lease, extra_of(segment.schema))]) as batch:
+    with Batch([lease], lambda lease: Group(lease, extra_of(segment.schema))) as batch:
         assert batch[0].field("values").tolist() == [0, 0.5, 1, 0, 0.5]
         experts, image = batch[0].field("experts"), batch[0].field("image")
         assert experts.shape == (5, 3, 2) and experts[3:].reshape(-1).tolist() == [*range(12)]
@@ -184,7 +192,7 @@ def test_as_many_items_as_a_sample_has_travel_and_are_packed():
         assert producer.publish(producer.claim(), fields)
     leases = consumer.try_take(2)
     consumer.deliver(leases)
-    with Batch([Group(lease, extra_of(segment.schema)) for lease in leases]) as batch:
+    with Batch(leases, lambda lease: Group(lease, extra_of(segment.schema))) as batch:
         assert batch[0].field("images.counts").tolist() == [2, 0, 1]
         assert batch[0].field("images")[:, 0, 0].tolist() == [0, 0, 2]
         packed, padded = batch.packed(), batch.padded()

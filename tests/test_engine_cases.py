@@ -13,7 +13,7 @@ from mprollout.batch import Batch
 from mprollout.rollout import Session
 from mprollout.simulation import TrainerModel, simulate
 from mprollout.source import Prompt
-from mprollout.taker import Taker
+from mprollout.taker import Taken, Taker
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*sample places.*")]
 STEPS = TrainerModel(groups_per_step=8, step_s=0.5, steps=4)
@@ -26,11 +26,11 @@ groups: dict[int, list[set[int]]] = {}
 class Recorder(Taker):
     """Writes down what is taken."""
 
-    def book(self, n: int) -> Batch:
-        batch = super().book(n)
+    def book(self, n: int) -> tuple[Batch, Taken]:
+        batch, taken = super().book(n)
         for group in batch:
             groups[group.ticket] = [{span.version for span in sample.versions} for sample in group.samples]
-        return batch
+        return batch, taken
 
 
 @pytest.fixture(autouse=True)

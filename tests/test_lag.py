@@ -66,6 +66,8 @@ def test_what_a_dead_trainer_left_over_the_strict_bound_is_made_again_in_its_tur
             0: -2,
             7: 0,
         }  # 0: two updates before the checkpoint that was loaded; 7: its own weights
+        with on.engine._attendant.lock:
+            on.engine._ledger.adopt({0, 1})  # as `attach` does
         on.publish(1, version=0)
         on.publish(1, version=7)
         taker = threading.Thread(target=lambda: tickets.extend(on.engine.get(2, timeout=20).tickets))

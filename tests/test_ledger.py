@@ -70,7 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.of(Kind.OPEN, Kind.PARKED)))
-        self.ledger.park(ticket)
+        self.ledger.park([ticket])
         self.unresolved[ticket] = Kind.PARKED
 
     @precondition(lambda self: self.of(Kind.OPEN, Kind.PARKED))
@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 AssertionError, match=f"ticket {ticket} .taken. is resolved twice or was never admitted"
             ):
                 self.ledger.resolve(ticket, "taken")
-            self.ledger.park(ticket) if ticket not in self.unresolved else None  # nothing, whatever it was
+            self.ledger.park([ticket]) if ticket not in self.unresolved else None  # nothing, whatever it was
 
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
@@ -177,7 +177,7 @@ TestLedgerMachine = LedgerMachine.TestCase
 OPERATIONS: dict[str, tuple[Callable[[Ledger], Any], Callable[[Ledger], bool]]] = {
     "hand out": (Ledger.next_ticket, lambda ledger: ledger.next == 9),
     "hand out again": (Ledger.next_ticket, lambda ledger: ledger.snapshot().unresolved[3] is Kind.OPEN),
-    "park": (lambda ledger: ledger.park(5), lambda ledger: ledger.snapshot().unresolved[5] is Kind.PARKED),
+    "park": (lambda ledger: ledger.park([5]), lambda ledger: ledger.snapshot().unresolved[5] is Kind.PARKED),
     "send back": (lambda ledger: ledger.send_back(5), lambda ledger: ledger.snapshot().unresolved[5] is Kind.WAITING),
     "take": (lambda ledger: ledger.resolve(5, "taken"), lambda ledger: ledger.is_resolved(5)),
     "end": (lambda ledger: ledger.resolve(5, "failed:reward"), lambda ledger: ledger.is_resolved(5)),
@@ -418,7 +418,7 @@ def test_a_straggler_behind_a_hundred_million_tickets_costs_no_memory(tmp_path: 
     try:
         for step in range(steps):
             ticket = under_way.pop(1 + step * 7 % (live - 1))
-            ledger.park(ticket)
+            ledger.park([ticket])
             ledger.resolve(ticket, "taken")
             gate.taken += 1
             admit()

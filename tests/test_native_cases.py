@@ -16,7 +16,7 @@ import pytest
 from rigs import ended_well, fork, kill, make_segment
 
 from mprollout import _native as native
-from mprollout.batch import Batch, Group
+from mprollout.batch import Batch
 from mprollout.generator import VersionSpan
 from mprollout.ring import RolledSample, encode_group
 from mprollout.schema import schema_bytes
@@ -121,7 +121,7 @@ def take_a_large_batch() -> None:
     leases = consumer.try_take(GROUPS)
     consumer.deliver(leases)
     ring = sum(lease.nbytes for lease in leases)
-    batch = Batch([Group(lease) for lease in leases])
+    batch = Batch(leases)
     tokens = 0
     for ticket, group in enumerate(batch):
         for sample in group.samples:

@@ -37,6 +37,24 @@ def test_views_keep_memory_after_release(rig: Rig) -> None:
             lease.field(0, "int64")
 
 
+def test_copies_outlive_the_release_and_leased_groups_are_counted(rig: Rig) -> None:
+    rig.publish(1, 2, size=3)
+    leases = rig.consumer.try_take(2)
+    assert rig.consumer.leased_count == 0
+    rig.consumer.deliver(leases)
+    view = leases[1].field(0, "int64")
+    copies = native.copies(leases, [0, 0])
+    assert rig.consumer.leased_count == 2
+    assert [[memoryview(part).cast("q").tolist() for part in row] for row in copies] == [[[1] * 3] * 2, [[2] * 3] * 2]
+    assert native.release(leases) == 1 and rig.consumer.leased_count == 1  # the view keeps its group
+    del view
+    assert rig.consumer.leased_count == 0
+    with pytest.raises(RuntimeError, match="not released, got ticket 1"):
+        native.copies(leases, [0])
+    with pytest.raises(TypeError, match=r"leases\[0\]: expected a Lease"):
+        native.copies([None], [0])  # type: ignore[list-item]
+
+
 def test_undelivered_lease_is_never_lost(rig: Rig) -> None:
     rig.publish(1)
     rig.take()

@@ -54,10 +54,10 @@ def test_a_version_that_a_dead_trainer_minted_and_never_completed_counts_as_the_
     gate = Gate(mp.GateConfig(groups_per_update=1, max_lag=1), max_live_groups=2)
     updates = Updates(engines.config(), gate, minted=6, known={1: 1, 2: 2, 4: 3, 5: 4}, base=2)
     gate.updates = 1
-    assert [updates.lag(version) for version in range(7)] == [3, 2, 1, 1, 0, 0, 0]
-    assert updates.mint() == 7 and updates.lag(7) == 0
+    assert [updates.lag(version, gate.updates) for version in range(7)] == [3, 2, 1, 1, 0, 0, 0]
+    assert updates.mint() == 7 and updates.lag(7, gate.updates) == 0
     gate.updates = 3
-    assert [updates.lag(version) for version in range(8)] == [5, 4, 3, 3, 2, 1, 1, 2]
+    assert [updates.lag(version, gate.updates) for version in range(8)] == [5, 4, 3, 3, 2, 1, 1, 2]
 
 
 def test_a_trainers_first_push_is_no_update_of_the_policy() -> None:
@@ -65,5 +65,5 @@ def test_a_trainers_first_push_is_no_update_of_the_policy() -> None:
     gate = Gate(mp.GateConfig(groups_per_update=1, max_lag=1), max_live_groups=2)
     updates = Updates(engines.config(), gate, minted=6, known={1: 0, 2: 1, 3: 2, 4: 1, 5: 2, 6: 2}, base=2)
     gate.updates = 1
-    assert [updates.lag(version) for version in range(7)] == [3, 3, 2, 1, 2, 1, 1]
+    assert [updates.lag(version, gate.updates) for version in range(7)] == [3, 3, 2, 1, 2, 1, 1]
     assert updates.updates == 3

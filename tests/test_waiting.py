@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from typing import Any
 
 import engines
@@ -19,6 +20,7 @@ from mprollout.rollout import Session
 from mprollout.schema import Meta
 from mprollout.simulation import SimulationReport, TrainerModel, simulate
 from mprollout.source import Prompt
+from mprollout.taker import Taken
 from mprollout.waiting import CAUSES, Waits
 
 pytestmark = pytest.mark.timeout(60)
@@ -91,20 +93,15 @@ def test_of_a_straggler_that_began_late_and_was_waited_for_late_nothing_is_left(
     """The trainer comes when all but 6 s are over; without the 7 s that the sample stood in line there were no wait."""
     waits = Waits()
     waits.begin(10)
-    waits.settle(16, [played_group(Meta(0, 0, 0, 0, 7, 16, 16, excess_ns=8, oldest_version=0))])
+    waits.settle(16, taken(Meta(0, 0, 0, 0, 7, 16, 16, excess_ns=8, oldest_version=0)))
     waits.split({0: 0})
     assert waits.ns["generation"] == 6 == sum(waits.ns.values())
 
 
-def played_group(meta: Meta, size: int = 4, ticket: int = 0) -> Any:
-    """What `settle` sees of a group."""
-
-    class Seen(list[None]):
-        pass
-
-    group = Seen([None] * size)
-    group.meta, group.ticket = meta, ticket  # type: ignore[attr-defined]
-    return group
+def taken(meta: Meta, size: int = 4) -> Taken:
+    """A batch of one group, of ticket 0."""
+    lengths, rewards = array("i", [1] * size).tobytes(), array("f", [1.0] * size).tobytes()
+    return Taken([0], [(array("q", meta).tobytes(), lengths, rewards, array("q", [0] * size).tobytes())], now=0)
 
 
 def test_rewards_are_what_is_waited_for_once_all_is_generated() -> None:
@@ -143,7 +140,7 @@ def test_the_parts_of_a_wait_are_disjoint_and_whole_wherever_it_is_cut() -> None
             waits.begin(start)
             waits.leave(middle)  # it ran out of time
             waits.begin(middle)
-            waits.settle(70, [played_group(meta)])
+            waits.settle(70, taken(meta))
             waits.split({0: 10})
             assert sum(waits.ns.values()) == 70 - start
             assert all(waits.ns[cause] <= most for cause, most in phases.items()), (start, waits.ns)
@@ -154,7 +151,7 @@ def test_a_ticket_that_a_death_gave_back_is_waited_for_as_workers() -> None:
     waits = Waits()
     waits.begin(0)
     meta = Meta(0, 0, 1, claimed_ns=60, started_ns=60, generated_ns=90, published_ns=100, excess_ns=0, oldest_version=0)
-    waits.settle(100, [played_group(meta)])
+    waits.settle(100, taken(meta))
     waits.split({0: 0})
     assert {cause: ns for cause, ns in waits.ns.items() if ns} == {"workers": 60, "generation": 30, "reward": 10}
 
