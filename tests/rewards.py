@@ -34,6 +34,14 @@ def broken_for_row_3(sample: mp.RewardInput) -> float:
     return 1.0
 
 
+def pathological_for_row_3(sample: mp.RewardInput) -> float:
+    """A verifier that backtracks for ever, in C, with the GIL held."""
+    import re
+
+    re.search(r"(a+)+$", "a" * 60 + "b" if sample.prompt.row == 3 else "aaa")
+    return 1.0
+
+
 def nan_for_row_3(sample: mp.RewardInput) -> float:
     return float("nan") if sample.prompt.row == 3 and sample.index == 1 else 1.0
 

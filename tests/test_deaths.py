@@ -189,11 +189,10 @@ def test_every_combination_of_deaths_leaves_nothing(tmp_path: Path, half: int) -
 
 
 @pytest.mark.long
-@pytest.mark.timeout(6 * 3600)
-def test_every_combination_of_deaths_a_hundred_times_leaves_nothing(tmp_path: Path) -> None:
-    """sglang#40723, vllm#54002."""
+@pytest.mark.timeout(3600)
+def test_every_combination_of_deaths_in_every_phase_leaves_nothing(tmp_path: Path) -> None:
+    """sglang#40723, vllm#54002: a hundred and more, each in another order, at another moment."""
     dice = random.Random(1)
-    orders = [
-        (tuple(dice.sample(chosen, len(chosen))), dice.choice(PHASES)) for _ in range(100) for chosen in subsets(FIVE)
-    ]
+    orders = [(tuple(dice.sample(names, len(names))), phase) for names in subsets(FIVE) for phase in PHASES]
+    dice.shuffle(orders)
     die(tmp_path, 1, orders)

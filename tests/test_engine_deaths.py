@@ -50,6 +50,21 @@ def test_a_killed_workers_tickets_come_again_and_none_twice():
         assert engine.stats().workers[0].restarts == 1 and engine.stats().outcomes == {"taken": 200}
 
 
+def test_a_paused_worker_is_proven_dead_before_its_tickets_come_again_and_nothing_of_it_is_late():
+    """miles#2254: stopped between claim and publish, and let go again, whatever has become of it, once its tickets are made elsewhere."""
+    workers = mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16, progress_timeout_s=1.0)
+    slow = mp.SimulatedConfig(mean_tokens=12, tokens_per_s=300)
+    with mp.RolloutEngine(config(rows=120, workers=workers, generator=slow)) as engine:
+        tickets = engine.get(8, timeout=20).tickets
+        until(lambda: engine.stats().workers[0].running_samples > 0, "worker 0 runs samples")
+        paused = psutil.Process(engine.stats().workers[0].pid)
+        paused.suspend()
+        until(lambda: engine.stats().workers[0].restarts == 1, "it is missed")
+        assert not paused.is_running()
+        tickets += drain(engine, 8)
+        assert sorted(tickets) == list(range(120)) and engine.stats().outcomes == {"taken": 120}
+
+
 @pytest.mark.slow
 def test_a_storm_of_worker_deaths_loses_and_doubles_nothing():
     rng = np.random.default_rng(5)

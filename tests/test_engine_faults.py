@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import rewards
-from engines import config, drain, until
+from engines import config, descendants, drain, until
 from played import played
 
 import mprollout as mp
@@ -217,6 +217,21 @@ def test_a_prompt_that_always_fails_ends_failed_and_the_others_are_served():
         assert sorted(drain(engine)) == [i for i in range(40) if i != 3]
         assert engine.stats().outcomes == {"taken": 39, "failed:reward": 1}
         assert "row 3 is poison" in engine._attendant.notes[3].error
+
+
+def test_a_pathological_expression_costs_its_own_prompt_and_the_pool_is_full_again():
+    """AReaL#1426, verl#5839: the verifier of row 3 never returns; each call of it is killed at the timeout, and all others are served."""
+    reward = mp.RewardConfig(rewards.pathological_for_row_3, workers=2, timeout_s=0.5)
+    fault = mp.FaultConfig(max_attempts=2, retry_delay_s=0)
+    with mp.RolloutEngine(config(reward=reward, fault=fault)) as engine:
+        assert sorted(drain(engine)) == [ticket for ticket in range(40) if ticket != 3]
+        stats = engine.stats()
+        assert stats.outcomes == {"taken": 39, "failed:timeout": 1} and stats.workers[0].restarts == 0
+
+        def pool() -> int:
+            return len(descendants(stats.workers[0].pid, "mprollout.reward_process"))
+
+        until(lambda: pool() == 2, "both reward processes live")
 
 
 def test_a_broken_reward_raises_its_own_traceback_in_get():
