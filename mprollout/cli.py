@@ -1,6 +1,6 @@
 """The command `mprollout`. Each subcommand is a dataclass whose docstrings are its `--help`.
 
-Exit codes: 0 done; 1 a control learned (demo-controls), too few seeds doubled (demo-seeds), a difference is beyond the tolerance (verify), or a ticket is not in one place (audit); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
+Exit codes: 0 done; 1 a control learned (demo-controls), too few seeds doubled (demo-seeds), a lag cost accuracy (demo-lags), a difference is beyond the tolerance (verify), or a ticket is not in one place (audit); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tyro
 
 from mprollout.audit import AuditArgs
 from mprollout.demo.args import DemoArgs
-from mprollout.demo.controls import ControlArgs, SeedArgs
+from mprollout.demo.controls import ControlArgs, LagArgs, SeedArgs
 from mprollout.errors import MprolloutError
 from mprollout.monitor import TopArgs
 from mprollout.verify import VerifyArgs, run_verify
@@ -21,6 +21,7 @@ Command = (
     Annotated[DemoArgs, tyro.conf.subcommand("demo")]
     | Annotated[ControlArgs, tyro.conf.subcommand("demo-controls")]
     | Annotated[SeedArgs, tyro.conf.subcommand("demo-seeds")]
+    | Annotated[LagArgs, tyro.conf.subcommand("demo-lags")]
     | Annotated[TopArgs, tyro.conf.subcommand("top")]
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
     | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs | VerifyArgs | AuditArgs) -> int:
+def run(args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | VerifyArgs | AuditArgs) -> int:
     """Do what the arguments say."""
     from mprollout import audit, monitor
     from mprollout.demo import controls
@@ -52,6 +53,8 @@ def run(args: DemoArgs | ControlArgs | SeedArgs | TopArgs | VerifyArgs | AuditAr
             return 0 if controls.run_controls(args) else 1
         case SeedArgs():
             return 0 if controls.run_seeds(args) else 1
+        case LagArgs():
+            return 0 if controls.run_lags(args) else 1
         case TopArgs():
             monitor.run_top(args)
             return 0

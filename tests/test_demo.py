@@ -236,6 +236,16 @@ def result(accuracies: list[float], interrupted: bool = False) -> DemoResult:
     return DemoResult(Path("x"), len(accuracies), list(enumerate(accuracies)), [0.1], 1.0, interrupted)
 
 
+def test_a_lag_is_judged_against_the_noise_between_seeds() -> None:
+    assert controls.settled(result([0.1, 0.2, 0.5, 0.6, 0.7])) == pytest.approx(0.6)
+    good, rule = controls.alike([0.60, 0.64, 0.62], [0.58, 0.63, 0.59])
+    assert good and rule == "difference -0.020, not below -0.038 (two standard errors)"
+    assert not controls.alike([0.60, 0.64, 0.62], [0.50, 0.55, 0.52])[0]
+    assert controls.alike([0.60, 0.64, 0.62], [0.70, 0.75, 0.72])[0]  # better is no loss
+    with pytest.raises(ConfigError, match="--seeds >= 2"):
+        controls.LagArgs(seeds=1)
+
+
 def test_controls_are_judged_by_their_own_rule() -> None:
     assert controls.judge("shuffled rewards", result([0.2, 0.3, 0.0]))[0]
     assert not controls.judge("shuffled rewards", result([0.2, 0.21]))[0]
