@@ -34,10 +34,11 @@ from mprollout.errors import (
 )
 from mprollout.evaluation import EvaluationItem
 from mprollout.gate import Gate
+from mprollout.history import History
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
 from mprollout.source import PromptSource
-from mprollout.stats import tell_monitors
+from mprollout.stats import engine_stats, tell_monitors
 from mprollout.taker import Taker
 from mprollout.waiting import Waits
 
@@ -61,8 +62,9 @@ class Attendant:
         config: EngineConfig,
         taker: Taker,
         waits: Waits,
+        history: History | None = None,
     ) -> None:
-        self.keeper, self._taker, self._waits = keeper, taker, waits
+        self.keeper, self._taker, self._waits, self._history = keeper, taker, waits, history
         self.segment = keeper.segment
         self.lock = threading.Lock()
         self.states: dict[int, messages.WorkerState] = {}
@@ -154,9 +156,15 @@ class Attendant:
             self._waits.split(self.admission.admitted_ns)  # before the turn forgets tickets that ended
             ended = self.admission.turn()
             tell_monitors(self, self._taker, self._waits)
+            due = self._history is not None and self._history.due
+            stats = engine_stats(self, self._taker, self._waits) if due else None
         if ended:
             self.segment.wake_taker()
         self._bells.ring_idle()
+        if self._history is not None:
+            if stats is not None:
+                self._history.look(stats)
+            self._history.write()
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -199,6 +207,8 @@ class Attendant:
                 self.states = {**self.states, message.worker: message}
                 any_ready = any(state.state == "ready" for state in self.states.values())
                 self._waits.on_workers(any_ready, time.monotonic_ns())
+                if self._history is not None:
+                    self._history.on_worker(message)
                 self._judge(message)
             case messages.UpdateDone():
                 self.update_done = message

@@ -15,6 +15,7 @@ from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, LagArgs, SeedArgs
 from mprollout.errors import MprolloutError
 from mprollout.monitor import TopArgs
+from mprollout.report import ReportArgs, run_report
 from mprollout.verify import VerifyArgs, run_verify
 
 Command = (
@@ -23,6 +24,7 @@ Command = (
     | Annotated[SeedArgs, tyro.conf.subcommand("demo-seeds")]
     | Annotated[LagArgs, tyro.conf.subcommand("demo-lags")]
     | Annotated[TopArgs, tyro.conf.subcommand("top")]
+    | Annotated[ReportArgs, tyro.conf.subcommand("report")]
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
     | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
 )
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | VerifyArgs | AuditArgs) -> int:
+def run(args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | ReportArgs | VerifyArgs | AuditArgs) -> int:
     """Do what the arguments say."""
     from mprollout import audit, monitor
     from mprollout.demo import controls
@@ -57,6 +59,9 @@ def run(args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | VerifyArgs
             return 0 if controls.run_lags(args) else 1
         case TopArgs():
             monitor.run_top(args)
+            return 0
+        case ReportArgs():
+            run_report(args)
             return 0
         case VerifyArgs():
             return run_verify(args)

@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +37,7 @@ from mprollout.errors import (
 from mprollout.evaluation import EvaluationResult, gather
 from mprollout.filter import check_filter
 from mprollout.gate import Gate
+from mprollout.history import History
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
 from mprollout.ledger_file import LEDGER, Owner
@@ -101,6 +102,7 @@ class RolloutEngine:
         self._taker: Taker | None = None
         self._recycled: dict[int, int] = {}
         self._recorder: Recorder | None = None
+        self._history: History | None = None
         self._unpin: Callable[[], None] | None = None
 
     @property
@@ -144,8 +146,17 @@ class RolloutEngine:
             if attached:
                 self._taker.adopt(self._keeper.segment)
             self._keep_ledger()
+            if self.config.run_dir is not None:
+                self._history = History(Path(self.config.run_dir), self.config)
             self._attendant = attendant = Attendant(
-                self._keeper, self.source, self._gate, self._ledger, self.config, self._taker, self._waits
+                self._keeper,
+                self.source,
+                self._gate,
+                self._ledger,
+                self.config,
+                self._taker,
+                self._waits,
+                self._history,
             )
             self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits)
             with StartProgress(attendant, progress) as shown:
@@ -223,6 +234,9 @@ class RolloutEngine:
         self._closed = True
         if self._attendant is not None:
             self._attendant.stop()
+        if self._history is not None:
+            seen = self._attendant is not None and self._taker is not None
+            self._history.close(self._stats() if seen else None, detached=how is KeeperProcess.detach)
         if self._unpin is not None:
             self._unpin()
         if self._taker is not None:
@@ -305,15 +319,21 @@ class RolloutEngine:
             ValueError: the source is no set of tensors; names the one that is none.
         """
         attendant, taker = self._running()
-        began = time.monotonic_ns()
+        began, failure = time.monotonic_ns(), ""
         try:
             if self._gate.awaits_weights:
                 self._let_finish_what_is_ahead(timeout, attendant, taker)
             with attendant.lock:
                 taker.count()
             return self._updates.push(source, timeout, attendant)
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            self._waits.ns["weights"] += time.monotonic_ns() - began
+            took = time.monotonic_ns() - began
+            self._waits.ns["weights"] += took
+            if self._history is not None:
+                self._history.on_update(took / 1e9, self.policy_version, failure)
             attendant.ring()
 
     def _let_finish_what_is_ahead(self, timeout: float | None, attendant: Attendant, taker: Taker) -> None:
@@ -363,10 +383,13 @@ class RolloutEngine:
         source = rows if isinstance(rows, SourceConfig) else self._like_source(rows)
         self._evaluations += 1
         source = msgspec.structs.replace(source, epochs=1, shuffle_seed=None)
+        began = time.monotonic()
         with self._updates.pinned(timeout, attendant) if pinned else contextlib.nullcontext():
             while True:
                 result = gather(attendant, self._evaluations, source, sampling, timeout)
                 if not pinned or len(result.versions) <= 1:
+                    if self._history is not None:
+                        self._history.on_evaluation(time.monotonic() - began, result)
                     return result
                 # Workers that had applied a refused update were on their way back: once more, and all have the last good copy.
                 self._evaluations += 1
@@ -439,9 +462,20 @@ class RolloutEngine:
 
     def stats(self) -> EngineStats:
         """Numbers of this moment; does not disturb the run."""
-        attendant, taker = self._running()
+        attendant, _ = self._running()
         with attendant.lock:
-            return engine_stats(attendant, taker, self._waits)
+            return self._stats()
+
+    def log(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Keep numbers of the trainer's own (loss, held-out accuracy) in the run's history, for `mprollout report`. Does not block.
+
+        Args:
+            step: the trainer's.
+            metrics: by name; what is no number is left out. `accuracy` is drawn as the held-out accuracy.
+        """
+        self._running()
+        if self._history is not None:
+            self._history.on_log(step, metrics)
 
     def audit(self) -> dict[str, int]:
         """Prove that the tickets are partitioned: each is live in the table or resolved, and none is both. Returns the count of each state.
@@ -455,6 +489,10 @@ class RolloutEngine:
         with attendant.lock:
             taker.count()
             return audit.check(self._ledger.snapshot(), attendant.segment.table())
+
+    def _stats(self) -> EngineStats:
+        assert self._attendant is not None and self._taker is not None
+        return engine_stats(self._attendant, self._taker, self._waits)
 
     def _running(self) -> tuple[Attendant, Taker]:
         if os.getpid() != self._pid:

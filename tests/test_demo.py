@@ -273,7 +273,10 @@ def test_the_job_runs_on_the_simulated_backend(tiny: Path, tmp_path: Path, capsy
     assert {sample["prompt"][0] for sample in samples} == {"S"}
     assert all(sample["versions"] == sorted(sample["versions"]) for sample in samples)
     assert (done.folder / "curve.png").stat().st_size > 10_000
+    page = (done.folder / "report.html").read_text()
+    assert page.count("Plotly.newPlot") == 8 and page.count("<tr>") == 2 + 1 + 60
     said = capsys.readouterr().out
+    assert str(done.folder / "report.html") in said
     assert "done: 4 steps" in said
     assert str(done.folder) in said
 

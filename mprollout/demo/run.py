@@ -2,7 +2,7 @@
 
     engine.get(n) --Batch--> Trainer.step --weights--> engine.update_weights          (with max_lag=1 the workers generate meanwhile)
          |                                                    every k steps: engine.evaluate(held-out prompts)
-         +--> Record (metrics.jsonl, samples.parquet)
+         +--> Record (metrics.jsonl, samples.parquet), engine.log --> report.html
 
 Ends after the last step, or at Ctrl-C; either way the run folder holds all that was done, and the summary says where it lies.
 """
@@ -22,6 +22,7 @@ from mprollout.demo import models, tasks
 from mprollout.demo.args import DemoArgs, engine_config, held_out_source
 from mprollout.demo.display import Display
 from mprollout.demo.record import Record
+from mprollout.report import REPORT, write_report
 
 if TYPE_CHECKING:
     from mprollout.engine import RolloutEngine
@@ -75,6 +76,8 @@ def run_demo(args: DemoArgs) -> DemoResult:
         )
         if result.rewards:
             record.plot(f"{args.model}, {scale.task}, seed {args.seed}, max_lag {args.max_lag}")
+    if result.rewards:
+        write_report(record.folder)
     print(summary(result, record), flush=True)
     return result
 
@@ -145,7 +148,7 @@ class _Job:
         version: int | None = engine.policy_version
         pad = self.tokenizer.pad_token_id or 0
         if scale.eval_every:
-            self._note({"step": 0} | self._evaluate(engine))
+            self._note(engine, {"step": 0} | self._evaluate(engine))
         began = time.monotonic()
         marks = collections.deque([(began, engine.stats().tokens_generated)], maxlen=20)
         for step in range(1, scale.steps + 1):
@@ -175,10 +178,11 @@ class _Job:
                 "version": version,
             }
             due = scale.eval_every and (step % scale.eval_every == 0 or step == scale.steps)
-            self._note(measured | metrics | (self._evaluate(engine) if due else {"accuracy": None}))
+            self._note(engine, measured | metrics | (self._evaluate(engine) if due else {"accuracy": None}))
 
-    def _note(self, metrics: dict[str, Any]) -> None:
+    def _note(self, engine: RolloutEngine, metrics: dict[str, Any]) -> None:
         self.record.add_step(metrics)
+        engine.log(metrics["step"], metrics)
         self.display.step(metrics)
 
     def _evaluate(self, engine: RolloutEngine) -> dict[str, Any]:
@@ -209,6 +213,7 @@ def summary(result: DemoResult, record: Record) -> str:
             ("metrics", record.metrics_path),
             ("samples", record.samples_path),
             ("plot", record.curve_path),
+            ("report", record.folder / REPORT),
         )
         if path.exists()
     ]
