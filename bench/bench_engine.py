@@ -5,6 +5,7 @@ Everything real but the model (`SimulatedGenerator`). As in bench_ring.py the te
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -16,6 +17,10 @@ from bench_ring import SMOKE, Foreign
 from transport import cpu_ns
 
 import mprollout as mp
+from mprollout import _native
+from mprollout.generator import VersionSpan
+from mprollout.ring import RolledSample, encode_group
+from mprollout.schema import Meta, schema_bytes
 
 pytestmark = pytest.mark.timeout(300)
 ORDERS = ("publish order", "ticket order")
@@ -103,6 +108,62 @@ def test_trainer_cpu(benchmark: Any, order: str) -> None:
 
         benchmark.pedantic(measure, rounds=1)
     benchmark.extra_info.update(test="trainer_cpu", order=order, **row)
+
+
+def _publish_now_and_then(segment: _native.Segment, groups: int) -> None:
+    """A worker's last two steps and nothing else: a group each 2 ms, stamped and published."""
+    producer = _native.Producer(segment, 0)
+    sample = RolledSample(
+        token_ids=[1] * 8,
+        logprobs=[0.0] * 8,
+        loss_mask=bytearray(8),
+        finish_reason="stop",
+        versions=[VersionSpan(0, 0, 8)],
+    )
+    meta = [0] * len(Meta._fields)
+    fields = encode_group(meta, [1], [sample], [1.0])
+    for _ in range(groups):
+        time.sleep(0.002)
+        if (claim := producer.claim()) is None:
+            continue
+        meta[Meta._fields.index("published_ns")] = time.monotonic_ns()
+        producer.publish(claim, fields)
+
+
+def test_publish_to_take(benchmark: Any) -> None:
+    """What of `publish_to_get` is the machine's: the same between two processes with the ring's bare handles."""
+    took: list[float] = []
+    segment = _native.Segment.create(
+        workers=1, entries=64, cells=64, descriptors=128, arena_bytes=1 << 20, max_group_bytes=8192, max_prompt_bytes=64, schema=schema_bytes()
+    )  # fmt: skip
+    admitter, stamp = _native.Admitter(segment), Meta._fields.index("published_ns")
+    tickets = itertools.count()
+    for _ in range(32):
+        admitter.admit(next(tickets), b"")
+    producer = os.fork()
+    if producer == 0:
+        _publish_now_and_then(segment, 400 if SMOKE else 4000)
+        os._exit(0)
+    consumer = _native.Consumer(segment)
+
+    def measure() -> None:
+        while leases := consumer.take(8, 1.0):
+            now = time.monotonic_ns()
+            consumer.deliver(leases)
+            took.append((now - leases[-1].field(0, "<i8")[stamp]) / 1e9)
+            _native.release(leases)
+            admitter.sweep()
+            for _ in leases:
+                admitter.admit(next(tickets), b"")
+
+    try:
+        benchmark.pedantic(measure, rounds=1)
+    finally:
+        os.waitpid(producer, 0)
+        consumer.close()
+        segment.close()
+    took.sort()
+    benchmark.extra_info.update(test="publish_to_take", median=took[len(took) // 2], p99=took[len(took) * 99 // 100])
 
 
 def test_publish_to_get(benchmark: Any) -> None:

@@ -346,9 +346,14 @@ def engine(results: Results) -> str:
     for row in results.find("trainer_cpu"):
         text = f"{micro(row['cpu_s_per_group'])} us a group at {number(row['groups_per_s'])} groups/s, {row['running']:,} samples running"
         rows.append((f"the trainer's CPU, {row['order']}", text))
+    names = {
+        "publish_to_get": "last publish to get returning",
+        "publish_to_take": "the same with the ring's bare handles",
+    }
     rows.extend(
-        ("last publish to get returning", f"{micro(row['median'])} us median, {micro(row['p99'])} us p99")
-        for row in results.find("publish_to_get")
+        (name, f"{micro(row['median'])} us median, {micro(row['p99'])} us p99")
+        for test, name in names.items()
+        for row in results.find(test)
     )
     for row in results.find("get"):
         cells = (f"{name} {micro(row[name])} us" for name in ("full", "empty", "early", "late"))

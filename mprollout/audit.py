@@ -41,7 +41,7 @@ class AuditArgs:
     Example: `mprollout audit runs/7`, or `mprollout audit runs/7 --json` for one JSON object.
 
     A living run: every ticket is counted in one place: ready, running, publishing (made, and not yet taken), parked (delivered, and not yet
-    taken), waiting (to be handed out again), taken, filtered or failed by reason. A run that waits for a trainer: the same, and what its
+    counted as taken), waiting (to be handed out again), taken, filtered or failed by reason. A run that waits for a trainer: the same, and what its
     trainer's death cut is named. A dead run: what its ledger, RUN/ledger, says; open is what it had under way. A resume trains what is
     unfinished (open, parked, waiting), and again what was taken since the checkpoint that it loads.
 
@@ -92,10 +92,8 @@ def partition(ledger: Snapshot, table: Iterable[Row]) -> Partition:
             broken.append(f"ticket {ticket} stands twice in the live table")
             continue
         seen.add(ticket)
-        if kind is Kind.OPEN and state != "done":
-            tickets[state] += 1
-        elif kind is Kind.OPEN:
-            broken.append(f"ticket {ticket} is done in the live table, and the ledger has it as handed out")
+        if kind is Kind.OPEN:
+            tickets["parked" if state == "done" else state] += 1  # delivered, and not yet counted
         elif state == "done" or (kind is Kind.PARKED and state == "publishing"):
             pass  # it is or was delivered, to this trainer or the one before; the ledger has the rest
         elif ledger.turning and ticket == ledger.peek and state in ("ready", "running", "publishing"):

@@ -44,7 +44,8 @@ class Head(NamedTuple):
 class Taken(NamedTuple):
     """A batch as it is counted later, when the trainer may have released it: copies of a few fields (`_KEPT`)."""
 
-    tickets: list[int]
+    leases: list[_native.Lease]
+    """For their tickets."""
     copies: list[tuple[bytes, ...]]
     now: int
     """Updates completed at its take."""
@@ -54,13 +55,13 @@ class Taken(NamedTuple):
         """One a group."""
         return [
             Head(
-                ticket,
+                lease.ticket,
                 Meta._make(_numbers(meta, "q")),
                 _numbers(lengths, "i"),
                 _numbers(rewards, "f"),
                 _numbers(spans, "q"),
             )
-            for ticket, (meta, lengths, rewards, spans) in zip(self.tickets, self.copies, strict=True)
+            for lease, (meta, lengths, rewards, spans) in zip(self.leases, self.copies, strict=True)
         ]
 
 
@@ -138,7 +139,7 @@ class Taker:
 
     def resume(self) -> int:
         """Finish what an interrupt cut; returns how many of the parked groups are booked (neither live nor to come)."""
-        self._hand_to_trainer(self.parked)  # idempotent
+        self._deliver(self.parked)
         self.count()
         return sum(self._ledger.is_resolved(lease.ticket) for lease in self.parked)
 
@@ -178,7 +179,7 @@ class Taker:
     def book(self, n: int) -> tuple[Batch, Taken]:
         """The first n parked groups as a batch: they are taken, as soon as somebody counts."""
         leases, now = self.parked[:n], self._gate.updates
-        taken = Taken([lease.ticket for lease in leases], _native.copies(leases, _KEPT), now)
+        taken = Taken(leases, _native.copies(leases, _KEPT), now)
         self._uncounted.append(taken)
         return Batch(leases, functools.partial(self._group, now=now)), taken
 
@@ -201,6 +202,9 @@ class Taker:
                 )
                 self._count_samples(np.array(lengths), np.array(rewards))
             self._uncounted.popleft()
+        self._ledger.park(
+            lease.ticket for lease in self.parked
+        )  # of an interrupted `get`; before the table forgets them
         self._gate.taken = self._ledger.taken - self._taken_before
 
     def _count_samples(self, lengths: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]) -> None:
@@ -221,6 +225,9 @@ class Taker:
 
     def _deliverable(self, n: int) -> list[_native.Lease]:
         """Up to n groups that may be delivered now, in order; they stay held."""
+        nothing_held = not (self.parked or self.to_recycle or self._again or self.consumer.held_count)
+        if nothing_held and not self._ticket_order:
+            return self.consumer.try_take(n)
         parked, over = {lease.ticket for lease in self.parked}, {group.ticket for group in self.to_recycle}
         if not self._ticket_order:
             gone = parked | over
@@ -240,13 +247,8 @@ class Taker:
             ticket += 1
         return leases
 
-    def _hand_to_trainer(self, leases: list[_native.Lease]) -> None:
-        # first: an audit from outside must not miss what the table no longer has
-        self._ledger.park([lease.ticket for lease in leases])
-        self.consumer.deliver(leases)
-
     def _deliver(self, leases: list[_native.Lease]) -> None:
-        self._hand_to_trainer(leases)
+        self.consumer.deliver(leases)  # idempotent
         if self._again:
             for lease in leases:
                 self._again.pop(lease.ticket, None)

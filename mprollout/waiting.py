@@ -148,7 +148,7 @@ class Waiting:
         """Return when n groups are parked. One that is interrupted leaves them parked for the next.
 
         Raises:
-            Exception: see `RolloutEngine.get`; whatever `check_open` raises, after each sleep.
+            Exception: see `RolloutEngine.get`; whatever `check_open` raises, before each sleep.
         """
         attendant, taker = self._attendant, self._taker
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -168,9 +168,9 @@ class Waiting:
             left = min(SAFETY_LOOK_S, deadline - time.monotonic())
             if left <= 0:
                 raise GetTimeout(self._late(n, missing, timeout))
+            check_open()  # what another thread closes later, the next look says
             self._waits.begin(time.monotonic_ns())
             taker.consumer.wait(taker.wanted(missing), seen, left)
-            check_open()  # closed by another thread meanwhile?
 
     def _late(self, n: int, missing: int, timeout: float | None) -> str:
         attendant, gate, ledger = self._attendant, self._attendant.admission.gate, self._attendant.admission.ledger

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -101,7 +102,11 @@ def test_of_a_straggler_that_began_late_and_was_waited_for_late_nothing_is_left(
 def taken(meta: Meta, size: int = 4) -> Taken:
     """A batch of one group, of ticket 0."""
     lengths, rewards = array("i", [1] * size).tobytes(), array("f", [1.0] * size).tobytes()
-    return Taken([0], [(array("q", meta).tobytes(), lengths, rewards, array("q", [0] * size).tobytes())], now=0)
+    return Taken(
+        [SimpleNamespace(ticket=0)],
+        [(array("q", meta).tobytes(), lengths, rewards, array("q", [0] * size).tobytes())],
+        now=0,
+    )
 
 
 def test_rewards_are_what_is_waited_for_once_all_is_generated() -> None:
