@@ -17,7 +17,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import msgspec
@@ -254,6 +254,20 @@ class Attendant:
         code = self.keeper.exit_code
         text = f"the keeper (pid {self.keeper.pid}) died{f' with exit code {code}' if code is not None else ''}; its workers ended with it"
         self._set_fault(KeeperLost(text, pid=self.keeper.pid, exit_code=code))
+
+
+@contextlib.contextmanager
+def log_to(say: Callable[[str], None]) -> Iterator[None]:
+    """What engines log in the block (a worker is ready, a prompt failed) goes to `say`, a line or more each."""
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 class StartProgress:

@@ -75,7 +75,9 @@ class SourceConfig(_Config, frozen=True, kw_only=True):
     """Arguments of that data set, `size` and `seed` among them."""
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
-    """Field handed to the reward as `answer`; None or absent in a row: the reward gets None."""
+    """Field handed to the reward as `answer`; `a.b` is field b of the mapping in field a. None or absent in a row: the reward gets None."""
+    limit: int | None = None
+    """Only so many rows, the first ones; None: all."""
     system_prompt: str | None = None
     chat: bool | None = None
     """Render strings with the chat template: True, False, or None (if the tokenizer has one)."""
@@ -96,6 +98,7 @@ class SourceConfig(_Config, frozen=True, kw_only=True):
             raise ConfigError(f"SourceConfig needs exactly one of path, rows, reasoning_gym; got {given or 'none'}")
         self._require("prompt_field", bool(self.prompt_field), "a field name")
         self._require_int("epochs", 1, optional=True)
+        self._require_int("limit", 1, optional=True)
         self._require_int("max_prompt_tokens", 1, optional=True)
 
 

@@ -416,8 +416,13 @@ class RolloutEngine:
                 "updates": self._updates.updates,
             }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, before `start`. The gate then waits for the first `update_weights` (the checkpoint's weights).
+    def load_state_dict(self, state: dict[str, Any], await_weights: bool = True) -> None:
+        """Go on from a state, before `start`.
+
+        Args:
+            state: what `state_dict` returned, from the checkpoint that was loaded.
+            await_weights: the gate waits for the first `update_weights` (the checkpoint's weights). False: the policy is the model on
+                disk, as in a run that only generates.
 
         Raises:
             ConfigError: started already, another format, or a state of other data.
@@ -437,7 +442,9 @@ class RolloutEngine:
                 "the same rows, order seed and row count are needed"
             )
         self._ledger = Ledger.from_state(ledger)
-        awaiting = msgspec.structs.replace(self.config.gate, await_weights=True)
+        awaiting = msgspec.structs.replace(
+            self.config.gate, await_weights=await_weights or self.config.gate.await_weights
+        )
         self._gate = Gate(awaiting, self.plan.max_live_groups, self.plan.spare)
         self._updates = Updates(self.config, self._gate, minted, base=updates)
 

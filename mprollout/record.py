@@ -83,13 +83,12 @@ class Recorder:
         self._folder, self._extra, self._about, self._max_bytes = folder, extra_fields, dict(about), max_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(".part-*"):  # of a process that was killed while it wrote
-                left.unlink()
+            remove_halves(folder)
         except OSError as error:
             raise ConfigError(f"record={str(folder)!r}: no folder can be made there: {error}") from error
-        parts = _parts(folder)
-        self._number = _number(parts[-1]) + 1 if parts else 0
-        self._batch = 1 + max((_last_batch(path) for path in parts[-1:]), default=-1)
+        there = parts(folder)
+        self._number = _number(there[-1]) + 1 if there else 0
+        self._batch = 1 + max((_last_batch(path) for path in there[-1:]), default=-1)
         self._buffer: dict[tuple[int, int], RecordedGroup] = {}
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="mprollout-record")
         self._writing: list[concurrent.futures.Future[None]] = []
@@ -139,9 +138,8 @@ class Recorder:
         keys = [key for key, group in self._buffer.items() if group.batch < before]
         if keys:
             groups = [self._buffer.pop(key) for key in keys]
-            path = self._folder / f"part-{self._number:06d}.parquet"
+            self._writing.append(self._writer.submit(self._write, part(self._folder, self._number), groups))
             self._number += 1
-            self._writing.append(self._writer.submit(self._write, path, groups))
 
     def _raise_failure(self, wait: bool) -> None:
         done = [future for future in self._writing if wait or future.done()]
@@ -150,22 +148,11 @@ class Recorder:
             future.result()
 
     def _write(self, path: Path, groups: list[RecordedGroup]) -> None:
-        import pyarrow.parquet as pq
-
-        beside = path.with_name("." + path.name)
-        try:
-            with beside.open("wb") as file:
-                pq.write_table(_table(groups, self._extra, self._about), file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())
-            beside.rename(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-        parts = _parts(self._folder)
-        sizes = [part.stat().st_size for part in parts]
-        while len(parts) > 1 and sum(sizes) > self._max_bytes:
-            parts.pop(0).unlink()
+        write_whole(path, [_table(groups, self._extra, self._about)])
+        there = parts(self._folder)
+        sizes = [path.stat().st_size for path in there]
+        while len(there) > 1 and sum(sizes) > self._max_bytes:
+            there.pop(0).unlink()
             sizes.pop(0)
 
 
@@ -260,6 +247,11 @@ class ReplaySource:
         self.close()
 
 
+def recording_of(run: Path) -> Path:
+    """The recording in a run's folder; or the folder itself, which then should be one."""
+    return run / RECORD_FOLDER if (run / RECORD_FOLDER).is_dir() else run
+
+
 def read(folder: Path) -> Iterator[RecordedGroup]:
     """All recorded groups in the order taken; one row group of one part is in memory at a time.
 
@@ -268,7 +260,7 @@ def read(folder: Path) -> Iterator[RecordedGroup]:
     """
     import pyarrow.parquet as pq
 
-    for path in _parts(folder):
+    for path in parts(folder):
         with pq.ParquetFile(path) as file:
             fields = _fields(path, file.schema_arrow)
             for i in range(file.num_row_groups):
@@ -284,14 +276,14 @@ def count(folder: Path) -> int:
     """Recorded groups."""
     import pyarrow.parquet as pq
 
-    return sum(pq.read_metadata(path).num_rows for path in _parts(folder))
+    return sum(pq.read_metadata(path).num_rows for path in parts(folder))
 
 
 def extra_fields(folder: Path) -> tuple[Field, ...]:
     """The run's own fields."""
     import pyarrow.parquet as pq
 
-    path = _parts(folder)[0]
+    path = parts(folder)[0]
     return tuple(_fields(path, pq.read_schema(path))[len(SCHEMA) :])
 
 
@@ -303,10 +295,10 @@ def about(folder: Path) -> dict[str, str]:
     """
     import pyarrow.parquet as pq
 
-    parts = _parts(folder)
-    if not parts:
+    there = parts(folder)
+    if not there:
         raise ConfigError(f"{folder}: no recording (part-*.parquet) lies there")
-    metadata = pq.read_schema(parts[-1]).metadata or {}
+    metadata = pq.read_schema(there[-1]).metadata or {}
     return {
         key.decode().removeprefix("mprollout."): value.decode()
         for key, value in metadata.items()
@@ -314,8 +306,44 @@ def about(folder: Path) -> dict[str, str]:
     }
 
 
-def _parts(folder: Path) -> list[Path]:
+def part(folder: Path, number: int) -> Path:
+    """The name of a part."""
+    return folder / f"part-{number:06d}.parquet"
+
+
+def parts(folder: Path) -> list[Path]:
+    """The parts that are there, in order."""
     return sorted(folder.glob("part-*.parquet"), key=_number)
+
+
+def remove_halves(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote a part left."""
+    for left in folder.glob(".part-*"):
+        left.unlink()
+
+
+def write_whole(path: Path, tables: Iterable[pa.Table]) -> None:
+    """Write a Parquet file that is whole or not there, in the place of one of its name. A table is a row group; the first has the metadata.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    import pyarrow.parquet as pq
+
+    beside, rest = path.with_name("." + path.name), iter(tables)
+    first = next(rest)
+    try:
+        with beside.open("wb") as file:
+            with pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
+                writer.write_table(first)
+                for table in rest:
+                    writer.write_table(table)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _number(path: Path) -> int:

@@ -105,6 +105,11 @@ def _math(sample: RewardInput) -> float:
     return float(any(verify(gold, parse(text)) for text in dict.fromkeys([last, sample.text])))
 
 
+async def unscored(sample: RewardInput) -> float:
+    """For who wants samples and no scores: 0.0, on the worker's loop, without a process."""
+    return 0.0
+
+
 def _row(sample: RewardInput) -> float:
     """reasoning-gym's own score, in [0, 1], of what stands between the last <answer> tags, or else of the whole text."""
     if sample.prompt.scorer is None:

@@ -21,6 +21,7 @@ from mprollout.config import EngineConfig, SamplingConfig, SGLangConfig
 from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.gate import is_strict
 from mprollout.generator import FINISH_REASONS, VersionSpan
+from mprollout.limits import memory_limit
 from mprollout.schema import COUNTS, SCHEMA, Field, Meta, schema_bytes
 
 SUSPECT_DEATHS = 2  # a ticket that saw so many workers die runs alone
@@ -220,28 +221,6 @@ def segment_bytes(plan: Plan) -> int:
         raise ConfigError(f"the shared memory cannot be laid out: {error}") from error
 
 
-def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that may still be charged, and what limits them: the tightest cgroup above this process (v2 or v1), or the machine."""
-    best, why = _meminfo(root), "MemAvailable of the machine"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            bases, limit_file, used_file = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            bases, limit_file, used_file = ["sys/fs/cgroup/memory"], "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        for base in bases:
-            folder = root / base / path.lstrip("/")
-            for group in (folder, *folder.parents):  # a parent's limit binds its children
-                limit = _read(group / limit_file).strip()
-                if limit.isdigit() and (left := int(limit) - int(_read(group / used_file).strip() or 0)) < best:
-                    best, why = left, f"{group / limit_file} = {int(limit):,} bytes"
-                if group == root / base:
-                    break
-    return max(best, 0), why
-
-
 def check_memory(nbytes: int, plan: Plan, root: Path = Path("/")) -> None:
     """Refuse a segment that the limit cannot hold, before it is made (a SIGBUS or an OOM kill later is no error message).
 
@@ -346,17 +325,3 @@ def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int, extra: tupl
 
 def _round_up(value: int, to: int) -> int:
     return -(-value // to) * to
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _meminfo(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62

@@ -34,6 +34,7 @@ from mprollout.sglang_setup import (
     install_standins,
     our_logging_and_policy,
 )
+from mprollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from mprollout.weights import check_parameters, checkpoint_shapes
 
 if TYPE_CHECKING:
@@ -406,36 +407,6 @@ class SGLangGenerator(Generator):
             raise RuntimeError(f"SGLang's {what} took more than {limit_s} s")
         finally:
             task.cancel()
-
-
-class HuggingFaceTokenizer:
-    """A `Tokenizer` over a Hugging Face tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
-
-    def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer itself adds."""
-        return list(self._tokenizer.encode(text))
-
-    def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-    ) -> list[int]:
-        given = {"tools": list(tools) if tools else None, "add_generation_prompt": True, **template_kwargs}
-        return list(self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **given))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 def _unlink_sockets(port_args: Any) -> None:

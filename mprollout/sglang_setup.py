@@ -1,4 +1,4 @@
-"""What importing and starting SGLang would do to a process, a machine without a GPU, or /dev/shm, and must not; what it asks of a model's folder."""
+"""What importing and starting SGLang would do to a process, a machine without a GPU, or /dev/shm, and must not; what it asks of a model's folder and of devices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mprollout.errors import ConfigError
 from mprollout.orphans import patch_spawn
 
 
@@ -102,3 +103,15 @@ def checkpoint_folder(model: str) -> Path | None:
     with contextlib.suppress(Exception):  # loaded from elsewhere: coverage is then checked against the first update
         return Path(snapshot_download(model, local_files_only=True))
     return None
+
+
+def worker_devices(workers: int) -> list[int | str | list[int]]:
+    """GPU numbers while there are enough of them, else `"cpu"` for all."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return ["cpu"] * workers
+    if workers > gpus:
+        raise ConfigError(f"--workers {workers}, but this machine has {gpus} GPUs: one worker a GPU")
+    return list(range(workers))

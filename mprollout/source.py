@@ -28,6 +28,8 @@ from mprollout.errors import ConfigError, SourceError
 if TYPE_CHECKING:
     from mprollout.generator import Tokenizer
 
+GYM = "reasoning_gym:"
+"""How a command names a data set of reasoning-gym: this, and its name."""
 _ROUNDS = 6
 _MASK64 = (1 << 64) - 1
 
@@ -89,7 +91,7 @@ class PromptSource:
             self._rows = _open(Path(config.path), self._prompt_field)
         else:
             self._rows = _Sequence(config.rows, f"rows ({type(config.rows).__name__})")
-        self._count = len(self._rows)
+        self._count = len(self._rows) if config.limit is None else min(config.limit, len(self._rows))
         if self._count == 0:
             raise SourceError(f"{self._rows.name}: no rows")
         self._permutation: tuple[int, list[int]] | None = None  # the keys of the epoch asked for last
@@ -125,6 +127,15 @@ class PromptSource:
         row = self._read(index)
         return index, epoch, row
 
+    def prompt(self, ticket: int) -> Prompt:
+        """What a worker sees of the ticket's row. Raises as `row`."""
+        index, epoch, fields = self.row(ticket)
+        prompt = fields.pop(self._prompt_field)
+        answer = _take_answer(fields, self._config.answer_field)
+        return Prompt(
+            ticket=ticket, row=index, epoch=epoch, prompt=prompt, answer=answer, fields=fields, scorer=self._scorer
+        )
+
     def encode(self, ticket: int) -> bytes:
         """Msgpack of the ticket's `Prompt`.
 
@@ -132,21 +143,15 @@ class PromptSource:
             IndexError: as `row`.
             SourceError: as `row`, or a value that msgpack does not know: names the field.
         """
-        index, epoch, row = self.row(ticket)
-        fields = dict(row)
-        prompt = fields.pop(self._prompt_field)
-        answer = fields.pop(self._config.answer_field, None) if self._config.answer_field is not None else None
-        made = Prompt(
-            ticket=ticket, row=index, epoch=epoch, prompt=prompt, answer=answer, fields=fields, scorer=self._scorer
-        )
+        made = self.prompt(ticket)
         try:
             return _encode(made)
         except _UNENCODABLE:
-            for field, value in row.items():
+            for field, value in self._read(made.row).items():
                 try:
                     _encode(value)
                 except _UNENCODABLE as error:
-                    raise SourceError(f"{self._rows.name}, row {index}: field {field!r}: {error}") from error
+                    raise SourceError(f"{self._rows.name}, row {made.row}: field {field!r}: {error}") from error
             raise
 
     def _read(self, index: int) -> dict[str, Any]:
@@ -430,6 +435,16 @@ def _check_prompt(row: dict[str, Any], field: str, where: str) -> None:
             return
     shown = repr(value)
     raise SourceError(f"{where}: field {field!r}: {_EXPECTED}; got {shown[:80]}{'...' if len(shown) > 80 else ''}")
+
+
+def _take_answer(fields: dict[str, Any], name: str | None) -> Any:
+    """The answer, which then is none of the fields, unless it lies inside one of them (`reward_model.ground_truth`)."""
+    if name is None or name in fields or "." not in name:
+        return fields.pop(name, None) if name is not None else None
+    value: Any = fields
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -39,7 +39,9 @@ class VerifyArgs:
 
     The run must have been recorded (`EngineConfig.record`), and the weights of its versions kept (`WeightsConfig.keep_versions`) or given here.
 
-    Example: `mprollout verify runs/7 --sample 1%`. Exit codes: 0 within the tolerance, 1 beyond it, 2 nothing to verify.
+    Example: `mprollout verify runs/7 --sample 1%`, or `mprollout verify runs/7 --json` for one JSON object.
+
+    Exit codes: 0 within the tolerance; 1 beyond it; 2 nothing to verify.
     """
 
     run: tyro.conf.Positional[Path]
@@ -256,7 +258,7 @@ def run_verify(args: VerifyArgs) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    recording = args.run / record.RECORD_FOLDER if (args.run / record.RECORD_FOLDER).is_dir() else args.run
+    recording = record.recording_of(args.run)
     kept = {int(path.stem): path for path in (args.run / WEIGHTS_FOLDER).glob("*.safetensors")}
     for given in args.weights:
         version, _, folder = given.partition("=")
@@ -264,7 +266,8 @@ def run_verify(args: VerifyArgs) -> int:
             raise ConfigError(f"--weights {given}: expected VERSION=FOLDER, a number and a checkpoint's folder")
         kept[int(version)] = Path(folder)
     console = Console()
-    with Progress(console=Console(stderr=True), transient=True, disable=args.json) as bar:
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=args.json or not errors.is_terminal) as bar:
         task = bar.add_task("groups recomputed", total=None)
         report = verify(recording, kept, args.sample, args.seed, args.device, lambda _: bar.advance(task))
     within = report.overall["max"] <= args.tolerance

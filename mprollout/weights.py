@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from mprollout.errors import MemoryBudgetError
-from mprollout.ring import memory_limit
+from mprollout.limits import memory_limit
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined]

@@ -187,6 +187,17 @@ def test_a_state_resumes_with_every_ticket_exactly_once():
     assert sorted(done + rest) == list(range(40)) and set(lost) <= set(rest)
 
 
+def test_a_run_that_only_generates_resumes_without_weights():
+    with mp.RolloutEngine(config()) as engine:
+        done = engine.get(6, timeout=20).tickets
+        state = engine.state_dict()
+    engine = mp.RolloutEngine(config())
+    engine.load_state_dict(state, await_weights=False)
+    with engine:
+        assert sorted(done + drain(engine)) == list(range(40))
+        assert engine.policy_version == 0
+
+
 def test_a_state_of_other_data_is_refused():
     with played() as on:
         state = on.engine.state_dict()

@@ -14,7 +14,8 @@ from played import played
 
 import mprollout as mp
 from mprollout.child import worker_environment
-from mprollout.ring import check_memory, memory_limit, plan
+from mprollout.limits import memory_limit
+from mprollout.ring import check_memory, plan
 from mprollout.rollout import load_rollout
 
 

@@ -110,6 +110,33 @@ def test_answer_may_be_absent_or_unused() -> None:
     assert Prompt.decode(unused.encode(0)).fields == {"answer": 1}
 
 
+def test_an_answer_may_lie_inside_a_field() -> None:
+    """As in DAPO's rows; a field that is called so comes first."""
+    nested = {"prompt": "a", "reward_model": {"ground_truth": "34", "style": "rule"}}
+    rows = [
+        nested,
+        {"prompt": "b", "reward_model": "none"},
+        {"prompt": "c"},
+        {**nested, "reward_model.ground_truth": 5},
+    ]
+    source = PromptSource(SourceConfig(rows=rows, answer_field="reward_model.ground_truth"))
+    prompts = [Prompt.decode(source.encode(ticket)) for ticket in range(4)]
+    assert prompts == [source.prompt(ticket) for ticket in range(4)]
+    assert [prompt.answer for prompt in prompts] == ["34", None, None, 5]
+    assert prompts[0].fields == {"reward_model": nested["reward_model"]} == prompts[3].fields
+
+
+def test_a_limit_keeps_the_first_rows() -> None:
+    limited, whole = source_of("a", "b", "c", limit=2, epochs=2), source_of("a", "b", "c", limit=7, epochs=2)
+    assert (len(limited), limited.last_ticket, len(whole), whole.last_ticket) == (2, 4, 3, 6)
+    assert [limited.row(ticket)[0] for ticket in range(4)] == [0, 1, 0, 1]
+    assert limited.fingerprint != whole.fingerprint == source_of("a", "b", "c").fingerprint
+    shuffled = source_of(*"abcdef", limit=4, shuffle_seed=3)
+    assert sorted(shuffled.row(ticket)[0] for ticket in range(4)) == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="limit must be an integer >= 1 or None; got 0"):
+        source_of("a", limit=0)
+
+
 def test_numpy_values_travel_as_plain_ones() -> None:
     rows = [{"prompt": np.array([1, 2]), "answer": np.float32(0.5), "grid": np.eye(2), "name": np.str_("x")}]
     prompt = Prompt.decode(PromptSource(SourceConfig(rows=rows)).encode(0))

@@ -10,14 +10,12 @@ Ends after the last step, or at Ctrl-C; either way the run folder holds all that
 from __future__ import annotations
 
 import collections
-import contextlib
-import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mprollout.attendant import log_to
 from mprollout.demo import models, tasks
 from mprollout.demo.args import DemoArgs, engine_config, held_out_source
 from mprollout.demo.display import Display
@@ -61,7 +59,7 @@ def run_demo(args: DemoArgs) -> DemoResult:
     with Record(args.run_folder) as record:
         with Display(f"{args.model} learns {scale.task}", scale.steps) as display:
             try:
-                with _engine_messages(display):
+                with log_to(display.say):
                     _Job(args, record, display).run()
             except KeyboardInterrupt:
                 interrupted = True
@@ -80,21 +78,6 @@ def run_demo(args: DemoArgs) -> DemoResult:
         write_report(record.folder)
     print(summary(result, record), flush=True)
     return result
-
-
-@contextlib.contextmanager
-def _engine_messages(display: Display) -> Iterator[None]:
-    """What the engine logs (a worker is ready, a worker died) becomes lines of the display."""
-    log, handler = logging.getLogger("mprollout"), logging.Handler()
-    handler.emit = lambda record: display.say(record.getMessage())  # type: ignore[method-assign]
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 class _Job:
