@@ -1,6 +1,6 @@
-"""The command `mprollout`. Each subcommand is a dataclass whose docstrings are its `--help`.
+"""The command `mprollout`. Each subcommand is a dataclass whose docstrings are its `--help`, with an example and its exit codes.
 
-Exit codes: 0 done; 1 a control learned (demo-controls), too few seeds doubled (demo-seeds), a lag cost accuracy (demo-lags), a difference is beyond the tolerance (verify), or a ticket is not in one place (audit); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
+Exit codes of all: 0 done; 1 not as it should be (each `--help` says what that is); 2 a wrong setting or an engine error, said in one line; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tyro
 from mprollout.audit import AuditArgs
 from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, LagArgs, SeedArgs
+from mprollout.doctor import DoctorArgs, run_doctor
 from mprollout.errors import MprolloutError
 from mprollout.monitor import TopArgs
 from mprollout.report import ReportArgs, run_report
@@ -27,6 +28,7 @@ Command = (
     | Annotated[ReportArgs, tyro.conf.subcommand("report")]
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
     | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
+    | Annotated[DoctorArgs, tyro.conf.subcommand("doctor")]
 )
 
 
@@ -42,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | ReportArgs | VerifyArgs | AuditArgs) -> int:
+def run(
+    args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | ReportArgs | VerifyArgs | AuditArgs | DoctorArgs,
+) -> int:
     """Do what the arguments say."""
     from mprollout import audit, monitor
     from mprollout.demo import controls
@@ -67,6 +71,8 @@ def run(args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | ReportArgs
             return run_verify(args)
         case AuditArgs():
             return audit.run_audit(args)
+        case DoctorArgs():
+            return run_doctor(args)
 
 
 if __name__ == "__main__":
