@@ -15,6 +15,7 @@ from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, LagArgs, SeedArgs
 from mprollout.doctor import DoctorArgs, run_doctor
 from mprollout.errors import MprolloutError
+from mprollout.generate import GenerateArgs, run_generate
 from mprollout.monitor import TopArgs
 from mprollout.report import ReportArgs, run_report
 from mprollout.verify import VerifyArgs, run_verify
@@ -28,6 +29,7 @@ Command = (
     | Annotated[ReportArgs, tyro.conf.subcommand("report")]
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
     | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
+    | Annotated[GenerateArgs, tyro.conf.subcommand("generate")]
     | Annotated[DoctorArgs, tyro.conf.subcommand("doctor")]
 )
 
@@ -45,7 +47,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(
-    args: DemoArgs | ControlArgs | SeedArgs | LagArgs | TopArgs | ReportArgs | VerifyArgs | AuditArgs | DoctorArgs,
+    args: DemoArgs
+    | ControlArgs
+    | SeedArgs
+    | LagArgs
+    | TopArgs
+    | ReportArgs
+    | VerifyArgs
+    | AuditArgs
+    | GenerateArgs
+    | DoctorArgs,
 ) -> int:
     """Do what the arguments say."""
     from mprollout import audit, monitor
@@ -71,6 +82,8 @@ def run(
             return run_verify(args)
         case AuditArgs():
             return audit.run_audit(args)
+        case GenerateArgs():
+            return run_generate(args)
         case DoctorArgs():
             return run_doctor(args)
 
