@@ -19,6 +19,7 @@ from mprollout.generate import GenerateArgs, run_generate
 from mprollout.monitor import TopArgs
 from mprollout.report import ReportArgs, run_report
 from mprollout.verify import VerifyArgs, run_verify
+from mprollout.view import ViewArgs, run_view
 
 Command = (
     Annotated[DemoArgs, tyro.conf.subcommand("demo")]
@@ -30,6 +31,7 @@ Command = (
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
     | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
     | Annotated[GenerateArgs, tyro.conf.subcommand("generate")]
+    | Annotated[ViewArgs, tyro.conf.subcommand("view")]
     | Annotated[DoctorArgs, tyro.conf.subcommand("doctor")]
 )
 
@@ -56,6 +58,7 @@ def run(
     | VerifyArgs
     | AuditArgs
     | GenerateArgs
+    | ViewArgs
     | DoctorArgs,
 ) -> int:
     """Do what the arguments say."""
@@ -84,6 +87,8 @@ def run(
             return audit.run_audit(args)
         case GenerateArgs():
             return run_generate(args)
+        case ViewArgs():
+            return run_view(args)
         case DoctorArgs():
             return run_doctor(args)
 

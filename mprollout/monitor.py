@@ -32,7 +32,9 @@ ANSWER_TIMEOUT_S = 5.0
 class TopArgs:
     """Watch a living run: workers, pending groups, tokens/s, lag, rewards, where the trainer waits, the oldest straggler.
 
-    Example: `mprollout top runs/7`. Ends with the run, or by Ctrl-C. Exit code 2 when nobody keeps that run.
+    Example: `mprollout top runs/7`, or `mprollout top runs/7 --once --json` for one line of JSON. Ends with the run, or by Ctrl-C.
+
+    Exit codes: 0 the run has ended, or was looked at once; 2 nobody keeps that run; 130 Ctrl-C.
     """
 
     run: tyro.conf.Positional[Path]

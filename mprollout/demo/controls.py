@@ -24,7 +24,12 @@ UNCHANGED = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControlArgs:
-    """Run the demo twice so that nothing can be learned: with shuffled rewards, and without pushing weights."""
+    """Run the demo twice so that nothing can be learned: with shuffled rewards, and without pushing weights.
+
+    Example: `mprollout demo-controls --seed 201`.
+
+    Exit codes: 0 nothing was learned; 1 a control learned, or was interrupted; 2 a wrong setting or an engine error.
+    """
 
     steps: int = 100
     """Updates in each control."""
@@ -40,7 +45,12 @@ class ControlArgs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedArgs:
-    """Run the demo over several seeds and print a Markdown table."""
+    """Run the demo over several seeds and print a Markdown table.
+
+    Example: `mprollout demo-seeds --first-seed 201 --seeds 5`.
+
+    Exit codes: 0 four fifths of the seeds doubled their accuracy; 1 fewer did, or it was interrupted; 2 a wrong setting or an engine error.
+    """
 
     first_seed: int = 100
     """The first of the seeds; the others follow."""
