@@ -105,7 +105,7 @@ class GenerateArgs:
     pass_reward: float = 1.0
     """A sample counts as right in pass@k from this reward on."""
     flush_s: float = 30.0
-    """A part is written at least so often, in seconds: what a kill loses of the work, at most."""
+    """A part is written at least so often, in seconds. A kill loses what was finished since the last one, and what was under way."""
     backend: Literal["sglang", "simulated"] = "sglang"
     """`simulated` makes random tokens without a model: a rehearsal of everything else."""
     json: bool = False
@@ -115,6 +115,11 @@ class GenerateArgs:
     def reward_name(self) -> str:
         """The one asked for, or the default."""
         return self.reward or ("row" if self.prompts.startswith(GYM) else "none")
+
+    @property
+    def scored(self) -> bool:
+        """The rewards say something."""
+        return self.reward_name != "none"
 
 
 def check(args: GenerateArgs) -> None:
@@ -169,9 +174,7 @@ def config_of(args: GenerateArgs, devices: list[int | str | list[int]]) -> Engin
             stop=args.stop,
             allow_biased_logprobs=True,
         ),
-        reward=RewardConfig(
-            UNSCORED if args.reward_name == "none" else args.reward_name, timeout_s=args.reward_timeout_s
-        ),
+        reward=RewardConfig(args.reward_name if args.scored else UNSCORED, timeout_s=args.reward_timeout_s),
         workers=WorkerConfig(
             devices=devices, max_running_samples=args.max_running_samples or (64 if "cpu" in devices else 256)
         ),
@@ -245,7 +248,7 @@ def _sample(
     with log_to(console.print), engine:
         began = time.monotonic()
         try:
-            with _Progress(engine, len(source), console) as progress:
+            with _Progress(engine, len(source), args.scored, console) as progress:
                 _take_all(engine, source, file, tokenizer, args, progress)
         finally:  # after a fault and at Ctrl-C, too
             state = engine.state_dict()
@@ -272,7 +275,7 @@ def _take_all(
             with engine.get(1, None if due == math.inf else max(0.0, due - time.monotonic())) as batch:
                 group = batch[0]
                 texts = [tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
-                file.add(group, source.prompt(group.ticket), texts, scored=args.reward_name != "none")
+                file.add(group, source.prompt(group.ticket), texts, args.scored)
                 progress.took(float(batch.rewards.mean()))
             due = min(due, time.monotonic() + args.flush_s)
         except GetTimeout:  # nothing came, and a part is due
@@ -288,8 +291,8 @@ def _take_all(
 class _Progress:
     """A bar with tokens a second and the time left on a terminal; elsewhere a line a part. Made and used while the engine runs."""
 
-    def __init__(self, engine: RolloutEngine, prompts: int, console: Console) -> None:
-        from rich import progress, text
+    def __init__(self, engine: RolloutEngine, prompts: int, scored: bool, console: Console) -> None:
+        from rich import progress, table, text
 
         class Speed(progress.ProgressColumn):
             """Drawn by rich's thread four times a second: it moves while the first prompts are under way."""
@@ -297,12 +300,12 @@ class _Progress:
             def render(_, task: progress.Task) -> text.Text:  # noqa: N805
                 return text.Text(self._speed())
 
-        self._engine, self._prompts, self._console = engine, prompts, console
+        self._engine, self._prompts, self._scored, self._console = engine, prompts, scored, console
         self._began, self._done_before = time.monotonic(), self._done()
         self._groups, self._rewards = 0, 0.0
-        count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-        columns = (progress.BarColumn(), count, "prompts,", Speed(), left, "left")
-        self._bar = progress.Progress(*columns, console=console, disable=not console.is_terminal)
+        bar, speed = progress.BarColumn(bar_width=None), Speed(table_column=table.Column(no_wrap=True))
+        columns = (bar, progress.MofNCompleteColumn(), "prompts,", speed, progress.TimeRemainingColumn(), "left")
+        self._bar = progress.Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
         self._task = self._bar.add_task("", total=prompts, completed=self._done_before)
 
     def __enter__(self) -> Self:
@@ -331,4 +334,5 @@ class _Progress:
 
     def _speed(self) -> str:
         tokens_per_s = self._engine.stats().tokens_generated / (time.monotonic() - self._began)
-        return f"{tokens_per_s:,.0f} tokens/s, mean reward {self._rewards / max(1, self._groups):.3f}"
+        reward = f", mean reward {self._rewards / max(1, self._groups):.3f}" if self._scored else ""
+        return f"{tokens_per_s:,.0f} tokens/s{reward}"

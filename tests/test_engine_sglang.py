@@ -18,6 +18,7 @@ from rewards import length
 
 import mprollout as mp
 from mprollout import record
+from mprollout.cli import main
 from mprollout.record import Recorder
 from mprollout.verify import VerifyArgs, run_verify
 
@@ -267,6 +268,31 @@ if __name__ == "__main__":
     trainer.kill()
     trainer.wait()
     assert psutil.wait_procs(below, timeout=10)[1] == []
+
+
+def test_generate_samples_chats_into_a_file(tiny_model, tmp_path, capsys):
+    """Messages go through the model's own template; text is what its tokenizer makes of the tokens; the reward saw both; a stop string ends a sample."""
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    chats = [[{"role": "user", "content": f"Q: what is {i} + 1?"}] for i in range(6)]
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.parquet"
+    rows.write_text("".join(json.dumps({"prompt": chat, "answer": i}) + "\n" for i, chat in enumerate(chats)))
+    options = ["--model", str(tiny_model), "--prompts", str(rows), "--reward", "rewards:length", "--json"]
+    options += ["--group-size", "3", "--max-new-tokens", "48", "--stop", "e", "--stop", "a", "--out", str(out)]
+    assert main(["generate", *options]) == 0
+    said, samples = json.loads(capsys.readouterr().out), pq.read_table(out).to_pylist()
+    assert sorted((one["row"], one["sample"]) for one in samples) == [(i, k) for i in range(6) for k in range(3)]
+    for one in samples:
+        assert one["prompt_ids"] == tokenizer.apply_chat_template(
+            chats[one["row"]], add_generation_prompt=True, return_dict=False
+        )
+        assert one["text"] == tokenizer.decode(one["token_ids"], skip_special_tokens=True)
+        assert one["reward"] == len(one["token_ids"]) == len(one["logprobs"]) and one["answer"] == str(one["row"])
+        assert not set("ea") & set(one["text"][:-1].removesuffix("e").removesuffix("a")) or len(one["token_ids"]) < 48
+    assert said["samples"] == 18 and said["tokens"] == said["tokens_sampled"] == sum(one["reward"] for one in samples)
+    assert {one["finish_reason"] for one in samples} <= {"stop", "length"}
 
 
 def test_the_workers_run_within_their_limits(engine):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import pty
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from engines import config, until
+from engines import config, descendants, until
 from rigs import fork
 
 import mprollout as mp
@@ -187,6 +190,23 @@ def test_a_wrong_setting_is_one_line(
     assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
+def test_a_terminal_has_a_bar_with_tokens_a_second_and_the_time_left(tmp_path: Path) -> None:
+    prompts = gsm8k(tmp_path / "rows.jsonl", 12)
+    command = [sys.executable, "-m", "mprollout", "generate", "--prompts", str(prompts), "--preset", "gsm8k", *FAST]
+    command += ["--reward", "exact"]
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        run = subprocess.Popen([*command, "--out", str(tmp_path / "out.parquet")], stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other end was closed
+            while some := terminal.read(4096):
+                shown += some
+        assert run.wait(timeout=30) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"12/12 prompts, [0-9,]+ tokens/s, mean reward 0.000 0:00:00 left *\r?$", text, re.MULTILINE), text
+
+
 def test_pass_at_k_is_what_drawing_gives() -> None:
     for n in range(1, 7):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
@@ -205,18 +225,22 @@ def test_killed_and_interrupted_runs_go_on_and_lose_and_repeat_nothing(tmp_path:
         *("--max-running-samples", "8", "--flush-s", "0.1", "--reward", "rewards:length_on_the_loop"),
     ]
     folder, kept, dice = tmp_path / "out.parquet.parts", 0, random.Random(0)
-    for how in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
+    for how, exit_code in (("SIGKILL", -signal.SIGKILL), ("SIGINT", 130), ("keeper", 2), ("SIGKILL", -signal.SIGKILL)):
         run = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=Path(__file__).parent)
         until(lambda kept=kept: len(parts(folder)) >= kept + 2, "two more parts", 30)
         time.sleep(dice.uniform(0, 0.2))  # anywhere between two parts
-        run.send_signal(how)
+        if how == "keeper":
+            (keeper,) = descendants(run.pid, "mprollout.keeper_process")
+            keeper.kill()
+        else:
+            run.send_signal(signal.Signals[how])
         _, error = run.communicate(timeout=30)
-        assert run.returncode == (130 if how == signal.SIGINT else -how), error.decode()
+        assert run.returncode == exit_code, error.decode()
         assert not out.exists()
         kept = len(parts(folder))
         on_disk = [row for path in parts(folder) for row in pq.read_table(path, columns=["row"])["row"].to_pylist()]
         assert 0 < len(on_disk) < 240 and all(on_disk.count(row) == 4 for row in set(on_disk))
-        if how == signal.SIGINT:
+        if how != "SIGKILL":
             assert f"{len(on_disk) // 4} of 60 prompts are kept" in error.decode()
     done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent, timeout=60, check=True)
     assert f"{len(on_disk) // 4} of 60 prompts are in {folder}; going on" in done.stderr.decode()
