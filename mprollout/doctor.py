@@ -30,6 +30,8 @@ PACKAGES = ("msgspec", "numpy", "psutil", "pyarrow", "rich", "tyro")
 _PROBE_TIMEOUT_S = 180.0
 """Longest import of SGLang: a cold disk."""
 _GIB = 1 << 30
+_TEMP_CHARS = 107 - len("/mprollout-keeper-12345678/worker-63/tmp12345678")
+"""Longest temporary folder in which SGLang's sockets have room."""
 
 _TORCH = """
 import json, torch
@@ -175,8 +177,9 @@ def memory() -> Finding:
     return Finding("memory", found)
 
 
-def huge_pages() -> Finding:
-    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+def huge_pages(root: Path = Path("/")) -> Finding:
+    """For shared memory, which has a switch of its own."""
+    path = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     chosen = re.search(r"\[(\w+)\]", path.read_text())
     found = f"{path} = {chosen[1] if chosen else '?'}"
     if chosen and chosen[1] in ("always", "within_size", "advise", "force"):
@@ -189,9 +192,8 @@ def files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft:,} open files at most (hard limit {hard:,})"
     if soft < 4096:
-        return Finding(
-            "file limit", found, "look", f"ulimit -n {min(65536, hard) if hard > 0 else 65536}, before the start"
-        )
+        most = hard if 0 < hard < 65536 else 65536  # -1: no limit
+        return Finding("file limit", found, "look", f"ulimit -n {most}, before the start")
     return Finding("file limit", found)
 
 
@@ -199,13 +201,9 @@ def temporary_folder() -> Finding:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     found = f"{folder}, {free / _GIB:.1f} GiB free"
-    if len(folder) > 40:  # of 107 bytes; the keeper's, the worker's and SGLang's own names come behind it
-        return Finding(
-            "temporary folder",
-            found,
-            "look",
-            "sockets lie in it and their paths are short: set TMPDIR to a shorter one",
-        )
+    if len(folder) > _TEMP_CHARS:
+        do = f"SGLang's sockets lie in it, and their paths end at 107 characters: set TMPDIR to one of {_TEMP_CHARS} or less"
+        return Finding("temporary folder", found, "broken", do)
     if free < _GIB:
         return Finding("temporary folder", found, "look", "make room, or set TMPDIR to another disk")
     return Finding("temporary folder", found)

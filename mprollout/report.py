@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mprollout import plots, record
 from mprollout.errors import ConfigError
 from mprollout.history import Update, WorkerChange, read
 from mprollout.plots import Course
+from mprollout.tokenizer import tokenizer_of
 
 REPORT = "report.html"
 SAMPLES = "samples.parquet"
@@ -141,7 +141,10 @@ def _of_the_demo(path: Path, most: int) -> list[dict[str, Any]] | None:
 
 
 def _recorded(folder: Path, most: int) -> list[dict[str, Any]]:
-    decode = _decoder(record.about(folder).get("model", ""))
+    try:
+        decode = tokenizer_of(record.about(folder).get("model", "")).decode
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --samples 0 leaves the samples out") from error
     chosen = set(_spread(record.count(folder), most))
     found = []
     with record.ReplaySource(folder) as source:
@@ -165,22 +168,6 @@ def _recorded(folder: Path, most: int) -> list[dict[str, Any]]:
                 }
             )
     return found
-
-
-def _decoder(model: str) -> Callable[[Sequence[int]], str]:
-    if not model:
-        from mprollout.simulated import ByteTokenizer
-
-        return ByteTokenizer().decode
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{model}: its tokenizer cannot be loaded to show samples ({error}); --samples 0 leaves them out"
-        ) from error
-    return lambda ids: str(tokenizer.decode(ids))
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,14 @@ def test_one_thing_that_is_missing_is_named(tmp_path: Path, blocked: str) -> Non
     assert done.stdout.splitlines()[-1].endswith(f"{len(broken)} broken")
 
 
+def test_the_packages_are_those_that_the_installation_requires() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(Path(doctor.__file__).parents[1] / "setup.cfg")
+    required = [line.partition(">=")[0] for line in setup["options"]["install_requires"].split()]
+    assert list(doctor.PACKAGES) == required
+    assert setup["options.extras_require"]["sglang"].strip() == f"sglang=={doctor.SGLANG}"
+
+
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PACKAGES", ("msgspec", "no-such-package"))
     found = doctor.packages()
@@ -89,6 +100,37 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys
     found = by_what(capsys.readouterr().out)
     assert found["cpus"].verdict == "look" and "PermissionError: /proc is hidden" in found["cpus"].found
     assert found["gpus"].verdict in ("fine", "look")  # and the others follow
+
+
+@pytest.mark.parametrize(
+    ("chosen", "verdict"), [("advise", "fine"), ("always", "fine"), ("never", "look"), ("deny", "look")]
+)
+def test_huge_pages_are_fine_where_shared_memory_may_have_them(tmp_path: Path, chosen: str, verdict: str) -> None:
+    path = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    path.parent.mkdir(parents=True)
+    path.write_text("always within_size advise never deny force\n".replace(chosen, f"[{chosen}]"))
+    found = doctor.huge_pages(tmp_path)
+    assert found.verdict == verdict and found.found.startswith(f"{path} = {chosen}")
+    assert found.do == ("" if verdict == "fine" else f"as root: echo advise > {path}")
+
+
+def test_limits_that_are_too_low_say_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limits, do in (
+        ((1024, 4096), "ulimit -n 4096"),
+        ((1024, -1), "ulimit -n 65536"),
+        ((1024, 1 << 20), "ulimit -n 65536"),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        found = doctor.files()
+        assert found.verdict == "look" and found.do == f"{do}, before the start"
+    monkeypatch.setattr(doctor, "cpu_limit", lambda: (1.0, "cpu.max"))
+    monkeypatch.setattr(doctor, "memory_limit", lambda: (1 << 30, "memory.max"))
+    assert doctor.cpus().verdict == "look" and doctor.memory().verdict == "look"
+    assert doctor.memory().found == "1.0 GiB may be used (memory.max)"
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert doctor.temporary_folder().verdict == "broken" and "set TMPDIR" in doctor.temporary_folder().do
 
 
 SMI = """#!/bin/sh

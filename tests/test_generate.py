@@ -227,14 +227,17 @@ def test_killed_and_interrupted_runs_go_on_and_lose_and_repeat_nothing(tmp_path:
     folder, kept, dice = tmp_path / "out.parquet.parts", 0, random.Random(0)
     for how, exit_code in (("SIGKILL", -signal.SIGKILL), ("SIGINT", 130), ("keeper", 2), ("SIGKILL", -signal.SIGKILL)):
         run = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=Path(__file__).parent)
-        until(lambda kept=kept: len(parts(folder)) >= kept + 2, "two more parts", 30)
-        time.sleep(dice.uniform(0, 0.2))  # anywhere between two parts
-        if how == "keeper":
-            (keeper,) = descendants(run.pid, "mprollout.keeper_process")
-            keeper.kill()
-        else:
-            run.send_signal(signal.Signals[how])
-        _, error = run.communicate(timeout=30)
+        try:
+            until(lambda kept=kept: len(parts(folder)) >= kept + 2, "two more parts", 30)
+            time.sleep(dice.uniform(0, 0.2))  # anywhere between two parts
+            if how == "keeper":
+                (keeper,) = descendants(run.pid, "mprollout.keeper")
+                keeper.kill()
+            else:
+                run.send_signal(signal.Signals[how])
+            _, error = run.communicate(timeout=30)
+        finally:
+            run.kill()
         assert run.returncode == exit_code, error.decode()
         assert not out.exists()
         kept = len(parts(folder))

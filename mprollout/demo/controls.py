@@ -68,7 +68,7 @@ class SeedArgs:
 class LagArgs:
     """Run the demo over several seeds with `max_lag` 2 and synchronously (0), plot all curves, and say whether they end alike.
 
-    Example: mprollout demo-lags --seeds 3
+    Example: `mprollout demo-lags --seeds 3`.
 
     Exit codes: 0 they end alike within noise; 1 they do not, or a run was interrupted; 2 a wrong setting or an engine error.
     """
