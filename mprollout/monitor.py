@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import selectors
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ class TopArgs:
     """Watch a living run: workers, pending groups, tokens/s, lag, rewards, where the trainer waits, the oldest straggler.
 
     Example: `mprollout top runs/7`, or `mprollout top runs/7 --once --json` for one line of JSON. Ends with the run, or by Ctrl-C.
+    `mprollout top runs/7 --prometheus 9400` serves the same numbers at http://127.0.0.1:9400/metrics; mprollout/grafana.json is a dashboard for them.
 
-    Exit codes: 0 the run has ended, or was looked at once; 2 nobody keeps that run; 130 Ctrl-C.
+    Exit codes: 0 the run has ended, or was looked at once; 2 nobody keeps that run, or a setting is wrong; 130 Ctrl-C.
     """
 
     run: tyro.conf.Positional[Path]
@@ -45,6 +47,10 @@ class TopArgs:
     """One look, then exit."""
     json: bool = False
     """One line of JSON a look, for scripts."""
+    prometheus: int | None = None
+    """Serve the numbers at this port, for Prometheus; 0: any that is free. Without a terminal nothing else is shown."""
+    address: str = "127.0.0.1"
+    """Where `--prometheus` listens. Whoever reaches it can read the numbers."""
 
 
 class RunEnded(ConfigError):
@@ -143,6 +149,10 @@ class RunView:
 
 def run_top(args: TopArgs) -> None:
     """Show it until it ends."""
+    if args.prometheus is not None and not 0 <= args.prometheus <= 65535:
+        raise ConfigError(f"--prometheus must be a port, 0 to 65535; got {args.prometheus}")
+    if args.prometheus is not None and args.once:
+        raise ConfigError("--once ends at once, and --prometheus serves until the run ends: choose one")
     from rich.console import Console
     from rich.live import Live
 
@@ -153,6 +163,11 @@ def run_top(args: TopArgs) -> None:
         if not args.once:
             stack.enter_context(contextlib.suppress(RunEnded))  # it was seen: its end is this one's
         live = None
+        if args.prometheus is not None:
+            from mprollout.prometheus import serving
+
+            url = stack.enter_context(serving(args.run, args.prometheus, args.address))
+            print(f"serving {url}", file=sys.stderr, flush=True)
         if not args.json and not args.once and console.is_terminal:
             live = stack.enter_context(Live(_table(now, 0.0), console=console, auto_refresh=False))
         before = now
@@ -162,7 +177,7 @@ def run_top(args: TopArgs) -> None:
                 live.update(_table(now, tokens_per_s), refresh=True)
             elif args.json:
                 print(json.dumps(now), flush=True)
-            else:
+            elif args.prometheus is None:
                 console.print(_table(now, tokens_per_s))
             if args.once:
                 return
