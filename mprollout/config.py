@@ -407,6 +407,9 @@ class RingConfig(_Config, frozen=True, kw_only=True):
         self._require_int("max_prompt_bytes", 256, optional=True)
 
 
+LOGGERS = ("tensorboard", "wandb", "trackio")
+
+
 class EngineConfig(_Config, frozen=True, kw_only=True):
     """The whole configuration of a `RolloutEngine`."""
 
@@ -430,6 +433,8 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     """Every delivered group is written there, in Parquet (`mprollout.record`): `mprollout verify` and `ReplaySource` read it. `"run"`: the folder `record` of `run_dir`."""
     record_max_bytes: int = 10 << 30
     """Of the recording; its oldest parts are removed."""
+    loggers: list[str] = []
+    """Where `RolloutEngine.log` sends its numbers besides the run folder: `"tensorboard"` (to `RUN/tensorboard`), `"wandb"`, `"trackio"`."""
     orphan_timeout_s: float = 0.0
     """How long the workers live on after the trainer's death, admitting nothing, for one that attaches. 0: everything ends with the trainer."""
 
@@ -440,6 +445,9 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
                 "EngineConfig.orphan_timeout_s needs run_dir: a new trainer finds the run there; got None"
             )
         self._require_int("record_max_bytes", 1)
+        self._require("loggers", set(self.loggers) <= set(LOGGERS), f"a list of {', '.join(LOGGERS)}")
+        if "tensorboard" in self.loggers and self.run_dir is None:
+            raise ConfigError('EngineConfig.loggers=["tensorboard"] needs run_dir, where its files go; got None')
         if self.run_dir is None and (self.record == "run" or self.weights.keep_versions):
             raise ConfigError('EngineConfig.record="run" and WeightsConfig.keep_versions need run_dir; got None')
 

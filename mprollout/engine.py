@@ -41,6 +41,7 @@ from mprollout.history import History
 from mprollout.keeper_process import KeeperProcess
 from mprollout.ledger import Ledger
 from mprollout.ledger_file import LEDGER, Owner
+from mprollout.loggers import Logger, engine_numbers, numbers, open_loggers
 from mprollout.record import Recorder, recorder
 from mprollout.reward import check
 from mprollout.ring import check_memory, doubts, plan, segment_bytes
@@ -102,6 +103,8 @@ class RolloutEngine:
         self._taker: Taker | None = None
         self._recycled: dict[int, int] = {}
         self._recorder: Recorder | None = None
+        self.loggers: list[Logger] = []
+        """Those of the config, from the start on, and your own: `log` hands its numbers to each, `close` closes them."""
         self._history: History | None = None
         self._unpin: Callable[[], None] | None = None
 
@@ -137,6 +140,7 @@ class RolloutEngine:
         self._started = True
         try:
             self._recorder = recorder(self.config)
+            self.loggers += open_loggers(self.config)
             attached = self._keeper is not None
             self._keeper = self._keeper or KeeperProcess.start(self.config, self.plan)
             consumer = _native.Consumer(self._keeper.segment, self._keeper.bell)
@@ -247,6 +251,8 @@ class RolloutEngine:
             how(self._keeper)
         if self._recorder is not None and self._taker is not None:
             self._recorder.close(self._taker.parked)
+        for logger in self.loggers:
+            logger.close()
 
     # -- taking --------------------------------------------------------------------------------------------------
 
@@ -474,15 +480,21 @@ class RolloutEngine:
             return self._stats()
 
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Keep numbers of the trainer's own (loss, held-out accuracy) in the run's history, for `mprollout report`. Does not block.
+        """Keep numbers of the trainer's own (loss, held-out accuracy) in the run's history, for `mprollout report`; the loggers get
+        them with the engine's. Blocks no longer than the loggers do.
 
         Args:
-            step: the trainer's.
-            metrics: by name; what is no number is left out. `accuracy` is drawn as the held-out accuracy.
+            step: the trainer's; ascends.
+            metrics: by name; what is no finite number is left out. `accuracy` is drawn as the held-out accuracy.
         """
         self._running()
+        own = numbers(metrics)
         if self._history is not None:
-            self._history.on_log(step, metrics)
+            self._history.on_log(step, own)
+        if self.loggers:
+            every = {**own, **engine_numbers(self.stats())}
+            for logger in self.loggers:
+                logger.log(step, every)
 
     def audit(self) -> dict[str, int]:
         """Prove that the tickets are partitioned: each is live in the table or resolved, and none is both. Returns the count of each state.

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import collections
 import logging
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -183,14 +182,9 @@ class History:
             mean = float(result.rewards.mean(dtype=float))
             self.tell(Evaluated(t=self.now_s, seconds=seconds, version=result.version, reward_mean=mean))
 
-    def on_log(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Numbers of the trainer's own."""
-        numbers = {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, (int, float)) and math.isfinite(value)
-        }
-        self.tell(Logged(t=self.now_s, step=step, metrics=numbers))
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        """Finite numbers of the trainer's own."""
+        self.tell(Logged(t=self.now_s, step=step, metrics=metrics))
 
     @property
     def due(self) -> bool:

@@ -85,6 +85,8 @@ class DemoArgs:
     """`shuffled` scores every completion against the answer to another prompt: a control from which nothing can be learned (digit tasks)."""
     push: bool = True
     """False: train, but never push the weights: a control under which the workers must not change (needs `--max-lag None`)."""
+    loggers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where each step's numbers go besides the run folder: `--loggers tensorboard wandb`."""
     out: Path | None = None
     """Run folder. Default: `runs/TASK-TIME`."""
 
@@ -186,6 +188,7 @@ def engine_config(args: DemoArgs, checkpoint: Path, tokenizer: Any, run_dir: Pat
         gate=GateConfig(groups_per_update=scale.groups, max_lag=args.max_lag),
         seed=args.seed,
         run_dir=str(run_dir),
+        loggers=list(args.loggers),
     )
 
 
