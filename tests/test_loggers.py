@@ -71,9 +71,10 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
 
 
 def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed (62 MB; CI goes without)")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed (62 MB; CI goes without)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     trained(tmp_path, "wandb")
+    wandb.teardown()  # its own process, which else ends with this one
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     data = path.read_bytes()  # records of protobuf, as they are
     assert data.count(b"loss") >= 2 and b"eval/accuracy" in data and b"engine/waited_s/generation" in data
