@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from mprollout.audit import AuditArgs
+from mprollout.calibration import CalibrateArgs, run_calibrate
 from mprollout.demo.args import DemoArgs
 from mprollout.demo.controls import ControlArgs, LagArgs, SeedArgs
 from mprollout.doctor import DoctorArgs, run_doctor
@@ -18,6 +19,7 @@ from mprollout.errors import MprolloutError
 from mprollout.generate import GenerateArgs, run_generate
 from mprollout.monitor import TopArgs
 from mprollout.report import ReportArgs, run_report
+from mprollout.sweep import SimulateArgs, run_simulate
 from mprollout.verify import VerifyArgs, run_verify
 from mprollout.view import ViewArgs, run_view
 
@@ -28,6 +30,8 @@ Command = (
     | Annotated[LagArgs, tyro.conf.subcommand("demo-lags")]
     | Annotated[TopArgs, tyro.conf.subcommand("top")]
     | Annotated[ReportArgs, tyro.conf.subcommand("report")]
+    | Annotated[SimulateArgs, tyro.conf.subcommand("simulate")]
+    | Annotated[CalibrateArgs, tyro.conf.subcommand("calibrate")]
     | Annotated[VerifyArgs, tyro.conf.subcommand("verify")]
     | Annotated[AuditArgs, tyro.conf.subcommand("audit")]
     | Annotated[GenerateArgs, tyro.conf.subcommand("generate")]
@@ -48,19 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(
-    args: DemoArgs
-    | ControlArgs
-    | SeedArgs
-    | LagArgs
-    | TopArgs
-    | ReportArgs
-    | VerifyArgs
-    | AuditArgs
-    | GenerateArgs
-    | ViewArgs
-    | DoctorArgs,
-) -> int:
+def run(args: Command) -> int:
     """Do what the arguments say."""
     from mprollout import audit, monitor
     from mprollout.demo import controls
@@ -80,6 +72,12 @@ def run(
             return 0
         case ReportArgs():
             run_report(args)
+            return 0
+        case SimulateArgs():
+            run_simulate(args)
+            return 0
+        case CalibrateArgs():
+            run_calibrate(args)
             return 0
         case VerifyArgs():
             return run_verify(args)
