@@ -105,7 +105,7 @@ def test_it_predicts_three_held_out_settings_of_a_real_model(tiny_model: Path) -
     import asyncio
 
     model = mp.SGLangConfig(model=str(tiny_model), dtype="float32")
-    sampling = mp.SamplingConfig(group_size=4, max_new_tokens=56, ignore_eos=True)
+    sampling = mp.SamplingConfig(group_size=4, max_new_tokens=64)
     found = asyncio.run(calibrate(config(model, 32, sampling=sampling), 5.0, print))
     print(found.speeds, found.prefill_s, found.update_s)
     errors = {}
