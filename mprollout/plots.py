@@ -366,7 +366,7 @@ def ended(course: Course) -> str:
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1240px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 0 } section { min-width: 0 } section p { margin: 0 0 .3rem; color: #666 }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 1.5rem }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(520px, 1fr)); gap: 1.5rem }
 .wide { grid-column: 1 / -1 } .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: 13px } td, th { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }
 td pre { margin: 0; white-space: pre-wrap; word-break: break-word; max-width: 28rem; max-height: 9rem; overflow-y: auto; font-size: 12px }

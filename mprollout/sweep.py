@@ -313,6 +313,11 @@ def named(one: Outcome) -> str:
     return f"{one.workers} workers, {one.concurrency} places each{live}, max_lag {one.max_lag}"
 
 
+def _short(one: Outcome) -> str:
+    live = "" if one.max_live_groups is None else f", live {one.max_live_groups}"
+    return f"{one.workers} x {one.concurrency}{live}, lag {one.max_lag}"
+
+
 def sweep_page(outcomes: Sequence[Outcome], best: Outcome, what: str) -> str:
     """All combinations as a page: throughput against waiting and lag, and the table."""
     import html
@@ -329,7 +334,9 @@ def sweep_page(outcomes: Sequence[Outcome], best: Outcome, what: str) -> str:
     ):
         fig = figure("", title.lower(), hovermode="closest", height=380)
         fig.add_bar(
-            x=[named(one) for one in able],
+            x=[_short(one) for one in able],
+            text=[named(one) for one in able],
+            textposition="none",
             y=[getattr(one, y) for one in able],
             marker={"color": ["#d62728" if one is best else "#1f77b4" for one in able]},
         )

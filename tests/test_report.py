@@ -104,7 +104,7 @@ def test_every_plot_is_drawn_in_a_browser_and_nothing_is_loaded_or_complained_of
         for name in PLOTS:
             plot = page.locator(f"#plot-{name}")
             plot.locator(".main-svg").first.wait_for(timeout=20_000)
-            box = plot.bounding_box()
+            box = plot.locator(".main-svg").first.bounding_box()
             section = page.locator("section", has=plot).bounding_box()
             assert box["width"] > 500 and box["height"] > 200, name
             assert box["x"] + box["width"] <= section["x"] + section["width"] + 1, f"{name} overflows"
