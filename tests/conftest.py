@@ -34,6 +34,7 @@ TOGETHER = {
     "test_model.py": "native",
     "test_native_storms.py": "native",
     "test_ring_machine.py": "native",
+    "test_report.py": "report",
     "test_simulation.py": "native",
     "test_storm.py": "native",
 }

@@ -221,10 +221,11 @@ def test_a_folder_that_is_no_checkpoint_is_named_and_leaves_no_run_folder(tmp_pa
 
 
 def test_the_engine_is_configured_as_asked(tmp_path: Path) -> None:
-    args = DemoArgs(backend="simulated", max_lag=2, workers=3, rewards="shuffled")
+    args = DemoArgs(backend="simulated", max_lag=2, workers=3, rewards="shuffled", loggers=("tensorboard",))
     config = engine_config(args, tmp_path, tasks.make_tokenizer(), tmp_path)
     assert isinstance(config.generator, SimulatedConfig)
     assert config.generator.vocab_size == 32
+    assert config.loggers == ["tensorboard"]
     assert (config.gate.groups_per_update, config.gate.max_lag, len(config.workers.devices)) == (16, 2, 3)
     assert config.reward.kwargs == {"task": "sort"}
 
