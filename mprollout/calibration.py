@@ -39,7 +39,7 @@ MOST_LENGTHS = 20_000
 
 @dataclasses.dataclass(kw_only=True)
 class CalibrateArgs:
-    """Measure a model's speed as a function of concurrency, and write it as the settings of a simulated one, for `mprollout simulate`.
+    """Measure a model's speed as a function of concurrency, and write it as the settings of a simulated one.
 
     Example: `mprollout calibrate run.toml --out speeds.toml`, then `mprollout simulate run.toml --settings speeds.toml`.
 

@@ -36,7 +36,7 @@ class SimulateArgs:
 
     Example: `mprollout simulate run.toml --settings speeds.toml --step-s 4 --max-lag 0 1 2 --workers 1 2 4 --plot sweep.html`
 
-    The speeds come from `mprollout calibrate` (`--settings`), or from the config's own `[generator]` if that is a simulated one. The lengths are
+    The speeds come from a calibration (`--settings`; `mprollout calibrate run.toml --out speeds.toml`), or from the config's own `[generator]` if that is a simulated one. The lengths are
     the calibration's, or those of a recorded run (`--lengths RUN`). Without any values to sweep the config is simulated as it stands. Each
     sample's length is drawn by itself; that samples of one prompt have similar ones is not modelled.
     Exit codes: 0 done; 2 the config cannot be used, or no combination can run.
@@ -45,7 +45,7 @@ class SimulateArgs:
     config: tyro.conf.Positional[Path]
     """An engine's config, TOML. Its prompts and its reward function are not used."""
     settings: Path | None = None
-    """What `mprollout calibrate` wrote; needed unless the config's generator is a simulated one."""
+    """What a calibration wrote; needed unless the config's generator is a simulated one."""
     lengths: Path | None = None
     """Draw the lengths of completions from this recording (a run's folder, or that of its recording)."""
     concurrency: tuple[int, ...] = ()
