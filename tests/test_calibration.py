@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -98,15 +100,29 @@ STEPS = 15
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_it_predicts_three_held_out_settings_of_a_real_model(tiny_model: Path) -> None:
+def test_it_predicts_three_held_out_settings_of_a_real_model(tiny_model: Path, tmp_path: Path) -> None:
     """Real SGLang on the CPU, calibrated once; then three runs whose places, lengths, lag bound and trainer it has not seen: the wall
     time of each within 10%. Minutes; on an otherwise idle machine (`pytest -m long tests/test_calibration.py -s` prints the numbers).
     """
-    import asyncio
-
-    model = mp.SGLangConfig(model=str(tiny_model), dtype="float32")
-    sampling = mp.SamplingConfig(group_size=4, max_new_tokens=64)
-    found = asyncio.run(calibrate(config(model, 32, sampling=sampling), 5.0, print))
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(64)))
+    (tmp_path / "run.toml").write_text(
+        f'[source]\npath = "{tmp_path}/prompts.jsonl"\n[generator]\nbackend = "sglang"\nmodel = "{tiny_model}"\ndtype = "float32"\n'
+        '[sampling]\nmax_new_tokens = 64\n[reward]\nfunction = "exact"\n[workers]\ndevices = ["cpu"]\nmax_running_samples = 32\n'
+    )
+    out = tmp_path / "speeds.toml"
+    program = [
+        sys.executable,
+        "-m",
+        "mprollout",
+        "calibrate",
+        str(tmp_path / "run.toml"),
+        "--out",
+        str(out),
+        "--seconds",
+        "5",
+    ]
+    subprocess.run(program, check=True, timeout=900)
+    found, model = from_toml(out), mp.SGLangConfig(model=str(tiny_model), dtype="float32")
     print(found.speeds, found.prefill_s, found.update_s)
     errors = {}
     for name, (running, sampling, gate, step_s) in HELD_OUT.items():
