@@ -6,7 +6,7 @@ Exit codes of all: 0 done; 1 not as it should be (each `--help` says what that i
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any, Union, get_args
 
 import tyro
 
@@ -40,16 +40,33 @@ Command = (
 )
 
 
+_ABOUT = """Rollouts for RL post-training on one node. `mprollout COMMAND --help` has the options of a command, an example and its exit codes: 0 done; 1 not as it should be; 2 a wrong setting or an
+engine error; 130 Ctrl-C. `--tyro-print-completion bash` (or zsh) prints what completes commands and options in a shell.
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    given = sys.argv[1:] if argv is None else argv
     try:
-        args = tyro.cli(Command, args=argv, prog="mprollout", description="Rollouts for RL post-training on one node.")
-        return run(args)
+        named = given and not given[0].startswith("-")
+        return run(tyro.cli(Command if named else _listed(), args=given, prog="mprollout", description=_ABOUT))
     except (MprolloutError, OSError) as error:
         print(f"mprollout: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _listed() -> Any:
+    """As `Command`, each with the first paragraph of its docstring alone: for the list of all."""
+    kinds = {configuration.name: kind for kind, configuration in map(get_args, get_args(Command))}
+    return Union[  # noqa: UP007 (of a tuple)
+        tuple(
+            Annotated[kind, tyro.conf.subcommand(name, description=" ".join(kind.__doc__.split("\n\n")[0].split()))]
+            for name, kind in kinds.items()
+        )
+    ]
 
 
 def run(args: Command) -> int:

@@ -283,7 +283,9 @@ def _take_all(
         except DataExhausted:
             return
         if file.due or time.monotonic() >= due:
-            file.cut(engine.state_dict())
+            state = engine.state_dict()
+            file.cut(state)
+            engine.confirm(state)
             progress.cut()
             due = math.inf
 

@@ -24,6 +24,18 @@ def test_the_subcommands_are_found() -> None:
     assert {"generate", "doctor", "view", "demo", *READS_A_RUN} <= set(COMMANDS)
 
 
+def test_the_list_has_a_sentence_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], []):  # none: an error that lists them, too
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == (2 if not arguments else 0)
+        said = capsys.readouterr()
+        text = said.out + said.err
+        assert all(name in text for name in COMMANDS)
+        assert "Example" not in text and ("2 a wrong setting" in text) == bool(arguments)
+    assert len(text.splitlines()) < 60
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_an_example_and_the_exit_codes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -147,6 +147,16 @@ def test_prompts_that_fail_are_counted_and_named(tmp_path: Path, capsys: pytest.
     assert "2 prompts have no samples: " in shown and "failed:reward 1" in shown and "rows 3, 6" in shown
 
 
+def test_a_file_without_a_sample_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x" * 40_000}) + "\n")
+    out = tmp_path / "out.parquet"
+    assert generate(out, "--prompts", str(tmp_path / "rows.jsonl"), "--reward", "exact", "--json") == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["samples"], said["mean_reward"], said["pass_at"]) == (0, None, {})
+    assert said["ended"] == {"filtered:over_long": 1} and said["rows_without_samples"] == [0]
+    assert pq.read_table(out).num_rows == 0
+
+
 def test_a_reward_that_is_broken_ends_the_run_and_keeps_what_was_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
