@@ -285,14 +285,15 @@ def test_generate_samples_chats_into_a_file(tiny_model, tmp_path, capsys):
     said, samples = json.loads(capsys.readouterr().out), pq.read_table(out).to_pylist()
     assert sorted((one["row"], one["sample"]) for one in samples) == [(i, k) for i in range(6) for k in range(3)]
     for one in samples:
-        assert one["prompt_ids"] == tokenizer.apply_chat_template(
-            chats[one["row"]], add_generation_prompt=True, return_dict=False
-        )
+        chat = tokenizer.apply_chat_template(chats[one["row"]], add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(one["prompt_ids"]) == chat
         assert one["text"] == tokenizer.decode(one["token_ids"], skip_special_tokens=True)
         assert one["reward"] == len(one["token_ids"]) == len(one["logprobs"]) and one["answer"] == str(one["row"])
-        assert not set("ea") & set(one["text"][:-1].removesuffix("e").removesuffix("a")) or len(one["token_ids"]) < 48
+        before = tokenizer.decode(one["token_ids"][:-1], skip_special_tokens=True)
+        assert not set("ea") & set(before), "it went on behind a stop string"
+        assert one["finish_reason"] == "stop" or len(one["token_ids"]) == 48
     assert said["samples"] == 18 and said["tokens"] == said["tokens_sampled"] == sum(one["reward"] for one in samples)
-    assert {one["finish_reason"] for one in samples} <= {"stop", "length"}
+    assert any(set("ea") & set(one["text"]) for one in samples)
 
 
 def test_the_workers_run_within_their_limits(engine):
