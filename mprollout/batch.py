@@ -84,6 +84,11 @@ class Group:
         return self._meta
 
     @property
+    def sampled(self) -> schema.Sampled:
+        """How its tokens were sampled: temperature and the like, its row's own where it has some. A copy."""
+        return schema.Sampled._make(self.field("sampled").tolist())
+
+    @property
     def row(self) -> int:
         """Number of the data row, from 0."""
         return self.meta.row
@@ -113,11 +118,15 @@ class Group:
         ids, logprobs, mask = self.field("token_ids"), self.field("logprobs"), self.field("loss_mask")
         rewards, reasons = self.rewards.tolist(), self.field("finish_reasons").tolist()
         versions, ends = self.field("span_versions").tolist(), self.field("span_ends").tolist()
+        old_kv = self.field("span_old_kv").tolist()
         out, at, span_at = [], 0, 0
         for i, (n, k) in enumerate(zip(lengths, spans, strict=True)):
             window = slice(at, at + n)
             starts = [0, *ends[span_at : span_at + k]]
-            own = [VersionSpan(versions[span_at + j], starts[j], ends[span_at + j]) for j in range(k)]
+            own = [
+                VersionSpan(versions[j], starts[j - span_at], ends[j], bool(old_kv[j]))
+                for j in range(span_at, span_at + k)
+            ]
             out.append(Sample(ids[window], logprobs[window], mask[window], rewards[i], FINISH_REASONS[reasons[i]], own))
             at, span_at = at + n, span_at + k
         return out

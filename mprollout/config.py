@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ import msgspec
 
 from mprollout.errors import BiasedLogprobs, ConfigError
 from mprollout.schema import Field, stored
+
+MAX_SUPPORT = 2048
+"""Largest `top_k` whose samples' true logprobs the engine returns; SGLang's own bound of 4096 leaves room for ties."""
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +82,9 @@ class SourceConfig(_Config, frozen=True, kw_only=True):
     """Field handed to the reward as `answer`; `a.b` is field b of the mapping in field a. None or absent in a row: the reward gets None."""
     limit: int | None = None
     """Only so many rows, the first ones; None: all."""
+    sampling_field: str | None = "sampling"
+    """Field with the row's own settings of `SamplingConfig`, `{"max_new_tokens": 64, "stop": ["\\n"]}`, all but `group_size` and
+    `allow_biased_logprobs`. A row whose settings are refused ends FAILED (reason `prompt`). An evaluation samples by its own settings alone."""
     system_prompt: str | None = None
     chat: bool | None = None
     """Render strings with the chat template: True, False, or None (if the tokenizer has one)."""
@@ -168,21 +175,68 @@ class SamplingConfig(_Config, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """The engine counts the tokens of one request since it last computed its prefix; the logprobs are those of the penalized distribution."""
     stop: list[str] = []
     stop_token_ids: list[int] = []
     """Added to the EOS ids of the model's generation config."""
+    no_stop_trim: bool = True
+    """What matched `stop` or `stop_token_ids` stays in the sample and is trained on. False: tokens, logprobs, mask and versions all end before
+    the first token that has something of it. An EOS of the model stays in either case."""
     ignore_eos: bool = False
+    """Neither an EOS nor one of `stop_token_ids` ends a completion."""
+    max_thinking_tokens: int | None = None
+    """So many tokens after the beginning of a turn its thinking is ended, unless `end_of_thinking` has come by itself: its tokens are put there, not
+    trained on, and the turn goes on with what is left of `max_new_tokens`, in which they count."""
+    end_of_thinking: str = "</think>\n\n"
+    """Put there as it stands; recognized without the white space around it."""
+    on_truncation: Literal["keep", "mask", "reward"] = "keep"
+    """A sample that ended for its length: is kept as it is, has its loss masked, or gets `truncation_reward` instead of its reward."""
+    truncation_reward: float = 0.0
     allow_biased_logprobs: bool = False
-    """Accept sampling whose true logprobs the engine does not return (top-p, top-k, min-p, greedy)."""
+    """Accept sampling whose true logprobs the engine does not return (greedy; top-p and min-p without a `top_k` of at most MAX_SUPPORT)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether only a part of the vocabulary can be sampled."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, -1, 0.0)
+
+    @property
+    def bounded_support(self) -> bool:
+        """Whether that part is small enough for the engine to say each token's logprob within it."""
+        return self.truncates and 2 <= self.top_k <= MAX_SUPPORT and self.temperature > 0
 
     @property
     def biased(self) -> list[str]:
         """The settings under which the engine's logprobs are not those of the distribution sampled from."""
-        return [
-            f"{name}={getattr(self, name)!r}"
-            for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
-            if getattr(self, name) != neutral
-        ] + (["temperature=0 (greedy)"] if self.temperature == 0 else [])
+        if self.temperature == 0:
+            return ["temperature=0 (greedy)"]
+        if not self.truncates or self.bounded_support:
+            return []
+        given = [f"{name}={getattr(self, name)!r}" for name in ("top_p", "top_k", "min_p")]
+        return [f"{', '.join(given)} (a top_k from 2 to {MAX_SUPPORT} would bound what they keep)"]
+
+    def of_row(self, given: Mapping[str, Any]) -> SamplingConfig:
+        """These settings with those in place that a row brings (`SourceConfig.sampling_field`).
+
+        Raises:
+            ConfigError: an unknown one, one that a row cannot set, one that breaks its rule, or more tokens than the ring was planned for.
+        """
+        if not given:
+            return self
+        if wrong := sorted(
+            set(given) & {"group_size", "allow_biased_logprobs"} | set(given) - set(self.__struct_fields__)
+        ):
+            raise ConfigError(f"a row's sampling settings: {', '.join(wrong)}: no setting that a row can have")
+        row = msgspec.structs.replace(self, **given)
+        if row.max_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"a row's sampling settings: max_new_tokens={row.max_new_tokens} is over SamplingConfig.max_new_tokens="
+                f"{self.max_new_tokens}, for which the ring was planned"
+            )
+        return row
 
     def _check(self) -> None:
         self._require_int("group_size", 1)
@@ -191,6 +245,13 @@ class SamplingConfig(_Config, frozen=True, kw_only=True):
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._require("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1")
         self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        self._require("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2]")
+        self._require("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
+        self._require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
+        self._require("stop", all(self.stop), "without an empty string")
+        self._require_int("max_thinking_tokens", 1, optional=True)
+        self._require("end_of_thinking", bool(self.end_of_thinking.strip()), "more than white space")
+        self._require("truncation_reward", math.isfinite(self.truncation_reward), "finite")
         if self.biased and not self.allow_biased_logprobs:
             raise BiasedLogprobs(
                 f"SamplingConfig: {', '.join(self.biased)} makes the returned logprobs differ from the distribution "
@@ -359,6 +420,11 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
 
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """`retract`: running requests recompute their prefix under the new weights; `in_place`: they go on with old KV entries; `abort`: they end and are retried."""
+    partial_rollout: bool = False
+    """What an update aborts (`pause="abort"`) goes on from its tokens, with what is left of its budget; their logprobs and versions stay. False: its
+    episode begins anew from its prompt alone. Samples of an evaluation, and those that a deadline, a failure or a death ended, always begin anew."""
+    mask_off_policy: bool = False
+    """The tokens that such a sample had before the abort are not trained on."""
     timeout_s: float = 120.0
     """Deadline of one update on one worker."""
     dtype: str | None = None
@@ -374,6 +440,12 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
 
     def _check(self) -> None:
         self._require_seconds("timeout_s")
+        if self.partial_rollout and self.pause != "abort":
+            raise ConfigError(
+                f'WeightsConfig.partial_rollout needs pause="abort", else no update aborts; got {self.pause!r}'
+            )
+        if self.mask_off_policy and not self.partial_rollout:
+            raise ConfigError("WeightsConfig.mask_off_policy needs partial_rollout=True; got False")
         self._require(
             "dtype", self.dtype in (None, "float32", "float16", "bfloat16"), "float32, float16, bfloat16 or None"
         )

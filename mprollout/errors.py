@@ -112,6 +112,11 @@ class RewardError(MprolloutError, ValueError):
 class SampleAborted(MprolloutError):
     """A sample ended without a usable completion: names the sample and the engine's reason."""
 
+    def __init__(self, message: str, by_update: bool = False) -> None:
+        super().__init__(message)
+        self.by_update = by_update
+        """A weight update ended it, so it is nobody's failure."""
+
 
 class DeadlineExceeded(MprolloutError, TimeoutError):
     """An episode, a sample or an attempt took longer than its deadline in `FaultConfig`: names it, the worker's pid, the setting and its value."""

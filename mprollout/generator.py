@@ -30,6 +30,9 @@ class VersionSpan(NamedTuple):
     version: int
     start: int
     end: int
+    old_kv: bool = False
+    """They rest on key-value entries of older weights (`pause="in_place"`): their logprobs are those of the distribution sampled from, which
+    no single version's weights give again."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     sampling: SamplingConfig
     seed: int
-    """Distinct per worker, ticket, sample and attempt; engines that cannot be seeded per request ignore it."""
+    """Distinct per ticket, attempt, sample and turn; engines that cannot be seeded per request ignore it."""
+    resumed: int = 0
+    """So many of the last prompt ids were sampled for this very completion, under the same seed, before an update aborted it."""
 
 
 class Generation(msgspec.Struct, kw_only=True):
@@ -72,7 +77,8 @@ class Tokenizer(Protocol):
 
     has_chat_template: bool
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, continues: bool = False) -> list[int]:
+        """Tokens of `text`; `continues`: in the middle of a sequence, so without what the tokenizer puts at its beginning."""
 
     def encode_chat(
         self,
@@ -82,8 +88,8 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Render with the chat template, the generation prompt added, and tokenize."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """Text without special tokens, or with them."""
 
 
 class Generator(abc.ABC):

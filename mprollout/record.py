@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RECORD_FOLDER = "record"
-_FORMAT = "1"
+_FORMAT = "2"
 _PART_BYTES = 32 << 20
 """Field bytes that are buffered before a part is written."""
 
@@ -162,10 +162,7 @@ def recorder(config: EngineConfig) -> Recorder | None:
         return None
     folder = Path(config.run_dir or "") / RECORD_FOLDER if config.record == "run" else Path(config.record)
     generator = config.generator
-    about = {
-        "model": generator.model if isinstance(generator, SGLangConfig) else "",
-        "temperature": str(config.sampling.temperature),
-    }
+    about = {"model": generator.model if isinstance(generator, SGLangConfig) else ""}
     return Recorder(folder, config.ring.stored_fields, about, config.record_max_bytes)
 
 

@@ -22,7 +22,7 @@ from mprollout.errors import ConfigError, MemoryBudgetError
 from mprollout.gate import is_strict
 from mprollout.generator import FINISH_REASONS, VersionSpan
 from mprollout.limits import memory_limit
-from mprollout.schema import COUNTS, SCHEMA, Field, Meta, schema_bytes
+from mprollout.schema import COUNTS, SCHEMA, Field, Meta, Sampled, schema_bytes
 
 SUSPECT_DEATHS = 2  # a ticket that saw so many workers die runs alone
 SPANS_PER_SAMPLE = 64  # version spans that the worst-case extent has room for
@@ -242,6 +242,7 @@ def encode_group(
     samples: Sequence[RolledSample],
     rewards: Sequence[float],
     extra: Sequence[Field] = (),
+    sampled: Sequence[float] = Sampled(),
 ) -> list[tuple[str, list[Any]]]:
     """The fields of one group in the order of the schema: lists, which `Producer.publish` writes into the extent in one pass.
 
@@ -266,6 +267,8 @@ def encode_group(
         "loss_mask": [s.loss_mask for s in samples],
         "span_versions": [[span.version for span in spans]],
         "span_ends": [[span.end for span in spans]],
+        "span_old_kv": [[span.old_kv for span in spans]],
+        "sampled": [sampled],
     }
     return [(field.dtype, parts[field.name]) for field in SCHEMA] + [
         ("|u1", [_extra_bytes(sample, i, field) for i, sample in enumerate(samples)]) for field in extra
@@ -304,12 +307,34 @@ class RolledSample(msgspec.Struct, kw_only=True):
     extra: dict[str, Any] = {}
     """Arrays of `RingConfig.extra_fields` by name: [num_tokens, *shape] per token, [*shape] per sample, [any number, *shape] per item."""
 
+    def extend(self, token_ids: list[int], logprobs: list[float], mask: bytes, versions: list[VersionSpan]) -> None:
+        """Add tokens behind those that are there; the spans count from the first one added."""
+        base = len(self.token_ids)
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.loss_mask += mask
+        for span in versions:
+            last = self.versions[-1] if self.versions else None
+            if last is not None and (last.version, last.old_kv) == (span.version, span.old_kv):
+                self.versions[-1] = last._replace(end=base + span.end)
+            else:
+                self.versions.append(span._replace(start=base + span.start, end=base + span.end))
+
+    def mask_all(self) -> None:
+        """None of its tokens so far is trained on."""
+        self.loss_mask[:] = bytes(len(self.loss_mask))
+
+    def cut(self, n: int) -> None:
+        """Keep the first n tokens."""
+        del self.token_ids[n:], self.logprobs[n:], self.loss_mask[n:]
+        self.versions = [span._replace(end=min(span.end, n)) for span in self.versions if span.start < n]
+
 
 def _worst_group_bytes(sampling: SamplingConfig, prompt_tokens: int, extra: tuple[Field, ...]) -> int:
     from mprollout import _native
 
     counts = {
-        "group": len(Meta._fields),
+        "group": max(len(Meta._fields), len(Sampled._fields)),
         "prompt_token": prompt_tokens,
         "sample": sampling.group_size,
         "token": sampling.group_size * sampling.max_new_tokens,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 import traceback
@@ -120,7 +121,12 @@ class Sampler:
         self._rewards.close()
 
     async def make(
-        self, prompt: Prompt, prompt_ids: list[int], attempt: Attempt, tell: Callable[[BaseException], None]
+        self,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        sampling: SamplingConfig,
+        attempt: Attempt,
+        tell: Callable[[BaseException], None],
     ) -> tuple[list[Made], int | None]:
         """One attempt at a ticket: its samples, scored, and the reason code for which the filter rejects them (None: they are kept).
 
@@ -129,28 +135,27 @@ class Sampler:
             DeadlineExceeded: `group_timeout_s` was over; names the samples that were not finished.
         """
         async with deadline("group_timeout_s", self._config.fault.group_timeout_s, f"attempt {attempt.name}"):
-            made = await self.run_group(prompt, prompt_ids, attempt, tell=tell)
+            made = await self.run_group(prompt, prompt_ids, sampling, attempt, tell=tell)
             return made, await self._rejection(made)
 
     async def run_group(
         self,
         prompt: Prompt,
         prompt_ids: list[int],
+        sampling: SamplingConfig,
         attempt: Attempt,
         *,
-        sampling: SamplingConfig | None = None,
         tell: Callable[[BaseException], None] | None = None,
     ) -> list[Made]:
         """All samples of one attempt, scored. One failure ends the siblings, unless the group may shrink: then `tell` hears of it.
 
         Args:
-            sampling: the training settings, or an evaluation's own.
+            sampling: the training settings, those of the row in place, or an evaluation's own.
             tell: whether and to whom a shrinking group tells of the samples it goes without; None: the group never shrinks.
 
         Raises:
             Exception: the first failure; its note names the sample.
         """
-        sampling = sampling or self._config.sampling
         shrink = tell is not None and self._config.fault.on_sample_failure == "shrink"
         places = [self.places.request() for _ in range(sampling.group_size)]
         tasks = [
@@ -180,6 +185,10 @@ class Sampler:
             await asyncio.gather(*tasks, return_exceptions=True)
         made = [task.result() for task in tasks if not task.exception()]
         await self.score_group(made)
+        if sampling.on_truncation == "reward":
+            for one in made:
+                if one.sample.finish_reason == "length":
+                    one.reward = sampling.truncation_reward
         return made
 
     async def _rejection(self, made: list[Made]) -> int | None:
@@ -245,18 +254,30 @@ class Sampler:
         if words[WorkerWord.RUNNING_SAMPLES] == 0:
             words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
         self._count_running()
-        while True:
-            updates = self.updates_seen
-            session = Session(self.generator, sampling, prompt_ids, name, seed)
+        weights = self._config.weights
+        resumes = weights.partial_rollout and not attempt.evaluates
+        for restarts in itertools.count():
+            session = Session(
+                self.generator,
+                sampling,
+                prompt_ids,
+                name,
+                derive_seed(seed, restarts) if restarts else seed,
+                updates=lambda: self.updates_seen,
+                resumes=resumes,
+                mask_off_policy=weights.mask_off_policy,
+            )
             try:
                 async with deadline("episode_timeout_s", self._config.fault.episode_timeout_s, f"episode {name}"):
                     await self._rollout(session, prompt)
                 break
-            except SampleAborted:
-                if updates == self.updates_seen:
+            except SampleAborted as aborted:
+                if not aborted.by_update:
                     raise
             finally:
                 attempt.sampled += session.sampled
+        if sampling.on_truncation == "mask" and session.sample.finish_reason == "length":
+            session.sample.mask_all()
         words[WorkerWord.SAMPLES_FINISHED] += 1
         words[WorkerWord.TOKENS_GENERATED] += session.sampled
         words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()

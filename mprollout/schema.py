@@ -66,6 +66,18 @@ class Meta(NamedTuple):
     """The lowest version of its tokens; -1: it has none."""
 
 
+class Sampled(NamedTuple):
+    """How a group's tokens were sampled: `SamplingConfig`, or its row's own settings. A trainer that recomputes logprobs needs them."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: float = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
 SCHEMA: tuple[Field, ...] = (
     Field("meta", "<i8", "group"),  # `Meta`
     Field("prompt_ids", "<i4", "prompt_token"),
@@ -78,6 +90,8 @@ SCHEMA: tuple[Field, ...] = (
     Field("loss_mask", "|u1", "token"),
     Field("span_versions", "<i8", "span"),
     Field("span_ends", "<i4", "span"),  # a span starts where the last one of its sample ended
+    Field("span_old_kv", "|u1", "span"),  # 1: on key-value entries of older weights
+    Field("sampled", "<f8", "group"),  # `Sampled`
 )
 
 

@@ -77,7 +77,7 @@ class SGLangGenerator(Generator):
         self._device = "cpu" if config.device == "cpu" or (config.device == "auto" and "cpu" in devices) else "cuda"
         self._expected: dict[str, tuple[int, ...]] = {}
         self._optional: set[str] = set()
-        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._running: dict[str, _Running] = {}
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._asleep: set[str] = set()
         self._updating = asyncio.Lock()
@@ -144,12 +144,13 @@ class SGLangGenerator(Generator):
         while not self._open.is_set():
             if await self._aborted_at_the_gate(rid):
                 return Generation(token_ids=[], logprobs=[], finish_reason="abort", versions=[])
-        self._running[rid] = asyncio.current_task()  # type: ignore[assignment]
+        running = self._running[rid] = _Running(asyncio.current_task())  # type: ignore[arg-type]
         try:
             answers = [answer async for answer in self._manager.generate_request(self._engine_request(request), None)]
         finally:
             del self._running[rid]
-        return _generation(answers[-1])
+            running.ended.set_result(None)
+        return _generation(answers[-1], running.in_place)
 
     async def abort(self, request_id: str | None = None) -> None:
         self._let_go(aborted=True, request_id=request_id)
@@ -180,6 +181,9 @@ class SGLangGenerator(Generator):
                 touched = True
                 await self._load(weights, version, flush=pause != "in_place")
                 self.version, touched = version, False
+                if pause == "in_place":
+                    for running in self._running.values():
+                        running.in_place.add(version)
             finally:
                 if touched:
                     self._broken = (
@@ -237,8 +241,8 @@ class SGLangGenerator(Generator):
 
         atexit.unregister(engine.shutdown)  # it would kill every child of this process, the reward pool's too
         self._receiver.cancel()
-        for task in self._running.values():
-            task.cancel()
+        for running in self._running.values():
+            running.task.cancel()
         self._let_go(aborted=True)
         processes, self._processes = list(self._processes.values()), {}
         for process in processes:
@@ -308,6 +312,7 @@ class SGLangGenerator(Generator):
             rid=_engine_rid(request.request_id),
             return_logprob=True,
             logprob_start_len=-1,
+            return_sampling_mask=sampling.bounded_support,  # its logprobs are those within what top-k, top-p and min-p keep
             extra_key=f"version {self.version}",
             sampling_params={
                 "max_new_tokens": request.max_new_tokens,
@@ -319,9 +324,9 @@ class SGLangGenerator(Generator):
                 "stop_token_ids": sampling.stop_token_ids or None,
                 "ignore_eos": sampling.ignore_eos,
                 # Said aloud, because a model's generation config may say otherwise.
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
+                "repetition_penalty": sampling.repetition_penalty,
+                "presence_penalty": sampling.presence_penalty,
+                "frequency_penalty": sampling.frequency_penalty,
             },
         )
 
@@ -343,7 +348,8 @@ class SGLangGenerator(Generator):
     async def _end_running(self) -> None:
         await self.abort()
         if self._running:
-            _, late = await asyncio.wait(list(self._running.values()), timeout=_CONTROL_TIMEOUT_S)
+            ends = [running.ended for running in self._running.values()]
+            _, late = await asyncio.wait(ends, timeout=_CONTROL_TIMEOUT_S)
             if late:
                 raise RuntimeError(f"{len(late)} requests did not end within {_CONTROL_TIMEOUT_S} s of their abort")
 
@@ -409,6 +415,17 @@ class SGLangGenerator(Generator):
             task.cancel()
 
 
+class _Running:
+    """A request under way."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Its end is not the task's: what an update aborted asks again, and waits at the gate."""
+        self.in_place: set[int] = set()
+        """Versions that came in place while it ran: what it sampled under them rests on older key-value entries."""
+
+
 def _unlink_sockets(port_args: Any) -> None:
     for address in vars(port_args).values():
         if isinstance(address, str) and address.startswith("ipc://"):
@@ -420,16 +437,19 @@ def _engine_rid(request_id: str) -> str:
     return request_id + "\n"
 
 
-def _generation(answer: dict[str, Any]) -> Generation:
+def _generation(answer: dict[str, Any], in_place: set[int]) -> Generation:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     token_ids = list(answer["output_ids"])
+    logprobs = meta.get("output_token_sampling_logprobs")
+    if logprobs is None:
+        logprobs = _native.first_of_each(meta.get("output_token_logprobs", ()))  # of [logprob, id, text]
     return Generation(
         token_ids=token_ids,
-        logprobs=_native.first_of_each(meta.get("output_token_logprobs", ())),  # of [logprob, id, text]
+        logprobs=logprobs,
         finish_reason=reason["type"],
         versions=[
-            VersionSpan(int(span["version"]), span["start"], span["end"])
+            VersionSpan(int(span["version"]), span["start"], span["end"], int(span["version"]) in in_place)
             for span in meta.get("weight_versions", ())
             if span["end"] > span["start"]
         ],

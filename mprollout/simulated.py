@@ -25,7 +25,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mprollout.generator import FinishReason, GenerateRequest, Generation, Generator, PauseMode, VersionSpan
+from mprollout.generator import FinishReason, GenerateRequest, Generation, Generator, PauseMode, Tokenizer, VersionSpan
+from mprollout.stops import first_stop
 from mprollout.weights import check_parameters
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ByteTokenizer:
 
     has_chat_template = True
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, continues: bool = False) -> list[int]:
         """UTF-8 bytes of `text`."""
         return list(text.encode())
 
@@ -59,7 +60,7 @@ class ByteTokenizer:
         text = "".join(f"<|{message['role']}|>\n{message['content']}\n" for message in [*head, *messages])
         return self.encode(text + "<|assistant|>\n")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         """Text of the ids below 256; bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in token_ids if i < 256).decode(errors="replace")
 
@@ -149,22 +150,23 @@ def _speed(config: SimulatedConfig) -> Callable[[int], float]:
 class _Run:
     """One request under way: what it will say, how far it is, which version said which part."""
 
-    def __init__(self, config: SimulatedConfig, request: GenerateRequest, eos_id: int, decode: _Clock) -> None:
+    def __init__(
+        self, config: SimulatedConfig, request: GenerateRequest, eos_id: int, tokenizer: Tokenizer, decode: _Clock
+    ) -> None:
         rng = random.Random(f"{config.seed}/{request.seed}")  # not numpy's: its import costs more than a worker's start
         sampling = request.sampling
         if config.lengths:
             wanted = max(1, rng.choice(config.lengths))
         else:
             wanted = max(1, round(config.mean_tokens * math.exp(rng.gauss(-(config.sigma**2) / 2, config.sigma))))
-        n = request.max_new_tokens if sampling.ignore_eos else min(wanted, request.max_new_tokens)
+        most = request.resumed + request.max_new_tokens
+        n = most if sampling.ignore_eos else min(wanted, most)
         last = config.vocab_size - 1
         words = array("I", rng.randbytes(4 * n))
         # the EOS comes once, at the end
         tokens = [last if (token := word % last) == eos_id else token for word in words]
-        self.finish_reason: FinishReason = (
-            "stop" if wanted <= request.max_new_tokens and not sampling.ignore_eos else "length"
-        )
-        self.matched_stop: int | None = None
+        self.finish_reason: FinishReason = "stop" if wanted <= most and not sampling.ignore_eos else "length"
+        self.matched_stop: int | str | None = None
         if self.finish_reason == "stop":
             tokens[-1] = self.matched_stop = eos_id
         if sampling.stop_token_ids and not sampling.ignore_eos:
@@ -172,8 +174,12 @@ class _Run:
             if hit is not None:
                 del tokens[hit + 1 :]
                 self.finish_reason, self.matched_stop = "stop", tokens[-1]
-        self.token_ids: list[int] = tokens
-        self.logprobs = [_LOGPROBS[word >> 4] for word in array("H", rng.randbytes(2 * len(tokens)))]
+        if sampling.stop and (found := first_stop(tokenizer, tokens, sampling.stop, 0, len(tokens))) is not None:
+            del tokens[found[0] :]
+            self.finish_reason, self.matched_stop = "stop", found[1]
+        logprobs = [_LOGPROBS[word >> 4] for word in array("H", rng.randbytes(2 * len(tokens)))]
+        self.token_ids: list[int] = tokens[request.resumed :]
+        self.logprobs: list[float] = logprobs[request.resumed :]
 
         self.fault: str | None = None
         if config.faults:
@@ -181,10 +187,12 @@ class _Run:
             kind = bisect.bisect_right(bounds, rng.random())
             self.fault = FAULTS[kind] if kind < len(FAULTS) else None
         ends_early = self.fault in ("exception", "abort", "swallow", "die", "hang")
-        self.target = rng.randint(0, len(tokens)) if ends_early else len(tokens)
+        self.target = rng.randint(0, len(self.token_ids)) if ends_early else len(self.token_ids)
         """Tokens after which the run ends: all of them, or those before its fault."""
 
         self.spans: list[VersionSpan] = []
+        self.old_kv = False
+        """An update in place came since its prefix was computed."""
         self.prefill_left_s = config.prefill_s
         self.aborted = self.finished = False
         self._work_per_token = SLOWNESS if self.fault == "slow" else 1.0
@@ -207,7 +215,7 @@ class _Run:
         """Book the tokens since the last stamp on `version`."""
         at = self.spans[-1].end if self.spans else 0
         if self.made > at:
-            self.spans.append(VersionSpan(version, at, self.made))
+            self.spans.append(VersionSpan(version, at, self.made, self.old_kv))
 
     def nudge(self) -> None:
         """Make `advance` return early."""
@@ -245,7 +253,7 @@ class _Run:
 class SimulatedGenerator(Generator):
     """A `Generator` of seeded lengths, speeds and faults.
 
-    `stop` strings, temperature and the truncating sampling settings change nothing here; `stop_token_ids` and `ignore_eos` do.
+    Temperature, penalties and the truncating sampling settings change nothing here; `stop`, `stop_token_ids` and `ignore_eos` do.
 
     Args:
         config: lengths in tokens, speeds in tokens per second, delays in seconds, faults as probabilities per sample.
@@ -295,7 +303,9 @@ class SimulatedGenerator(Generator):
             )
         if request.request_id in self._runs:
             raise ValueError(f"request id {request.request_id!r} is already in use")
-        run = self._runs[request.request_id] = _Run(self._config, request, self.eos_token_id, self._decode)
+        run = self._runs[request.request_id] = _Run(
+            self._config, request, self.eos_token_id, self.tokenizer, self._decode
+        )
         try:
             while not run.aborted and not run.finished:
                 await run.advance(self._prefill)
@@ -331,6 +341,7 @@ class SimulatedGenerator(Generator):
                 await asyncio.sleep(self._config.update_s)
                 for run in self._runs.values():
                     run.stamp(self.version)
+                    run.old_kv = pause == "in_place"
                     if pause == "retract" and run.made and not run.finished:
                         run.prefill_left_s = self._config.prefill_s
                         run.nudge()

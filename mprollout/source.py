@@ -45,6 +45,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any = None
     fields: dict[str, Any] = {}
     """The row's other fields."""
+    sampling: dict[str, Any] = {}
+    """The row's own sampling settings; `SamplingConfig.of_row` checks them."""
     scorer: str | None = None
     """What `gym_dataset` takes to make the generator of this row again; None: the row brings no scorer."""
 
@@ -132,8 +134,21 @@ class PromptSource:
         index, epoch, fields = self.row(ticket)
         prompt = fields.pop(self._prompt_field)
         answer = _take_answer(fields, self._config.answer_field)
+        sampling = (fields.pop(self._config.sampling_field, None) or {}) if self._config.sampling_field else {}
+        if not isinstance(sampling, Mapping):
+            raise SourceError(
+                f"{self._rows.name}, row {index}: field {self._config.sampling_field!r} (SourceConfig.sampling_field): expected "
+                f"a mapping of sampling settings; got {sampling!r:.80}"
+            )
         return Prompt(
-            ticket=ticket, row=index, epoch=epoch, prompt=prompt, answer=answer, fields=fields, scorer=self._scorer
+            ticket=ticket,
+            row=index,
+            epoch=epoch,
+            prompt=prompt,
+            answer=answer,
+            fields=fields,
+            sampling={name: value for name, value in sampling.items() if value is not None},  # Parquet fills with null
+            scorer=self._scorer,
         )
 
     def encode(self, ticket: int) -> bytes:

@@ -21,9 +21,9 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
 
-    def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer itself adds."""
-        return list(self._tokenizer.encode(text))
+    def encode(self, text: str, continues: bool = False) -> list[int]:
+        """With the special tokens that the tokenizer itself adds, unless the text continues a sequence."""
+        return list(self._tokenizer.encode(text, add_special_tokens=not continues))
 
     def encode_chat(
         self,
@@ -34,8 +34,8 @@ class HuggingFaceTokenizer:
         given = {"tools": list(tools) if tools else None, "add_generation_prompt": True, **template_kwargs}
         return list(self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **given))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
 
 def load_tokenizer(path: str) -> Any:

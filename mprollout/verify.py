@@ -4,7 +4,9 @@
     RUN/weights/<version>, or --weights VERSION=FOLDER --> transformers model of each version
 
 A token counts where its loss mask is 1 (what a rollout function appended was sampled by nobody) and its version's weights are there; the
-report says how many were left out and why. Under `pause="in_place"` tokens after an update rest on older KV entries: theirs deviate, and that is what the rows of later spans show.
+report says how many were left out and why. Under `pause="in_place"` tokens after an update rest on older KV entries, and no single version's
+weights give their logprobs again: how far theirs are is reported apart (`in_place`) and held against no tolerance. Temperature, top-k, top-p and
+min-p are the group's own (`Group.sampled`); under penalties nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import tyro
 from mprollout import record
 from mprollout.batch import Group, Sample
 from mprollout.errors import ConfigError
+from mprollout.schema import Sampled
 from mprollout.weights import WEIGHTS_FOLDER
 
 if TYPE_CHECKING:
@@ -70,9 +73,9 @@ class Deviations:
 
     def numbers(self) -> dict[str, float]:
         """Tokens, mean, 99th percentile and maximum."""
-        values = np.concatenate(self._parts)
+        values = np.concatenate(self._parts or [np.zeros(1, np.float32)])
         return {
-            "tokens": len(values),
+            "tokens": len(values) if self._parts else 0,
             "mean": float(values.mean()),
             "p99": float(np.quantile(values, 0.99)),
             "max": float(values.max()),
@@ -87,8 +90,11 @@ class Report:
     samples: int
     skipped_tokens: dict[str, int]
     overall: dict[str, float]
+    """Of all tokens but those of `in_place`."""
+    in_place: dict[str, float]
+    """Of the tokens on key-value entries of older weights."""
     by_span: dict[str, dict[str, float]]
-    """`version 7, span 0`: the span's place in its sample; later spans began in the middle of it."""
+    """`version 7, span 0`: the span's place in its sample; later spans began in the middle of it. `version 8, span 1, in_place`: on older entries."""
     by_worker: dict[str, dict[str, float]]
     by_position: dict[str, dict[str, float]]
     worst: dict[str, Any]
@@ -112,24 +118,27 @@ def verify(
     if not about.get("model"):
         raise ConfigError(f"{recording}: recorded without a model (simulated): there is nothing to recompute")
     models = _Models(about["model"], {0: Path(about["model"])} | kept, device)
-    temperature = float(about["temperature"])
     tables: tuple[dict[str, Deviations], ...] = ({}, {}, {})
-    overall, skipped, worst = Deviations(), dict[str, int](), dict[str, Any]()
+    overall, in_place, skipped, worst = Deviations(), Deviations(), dict[str, int](), dict[str, Any]()
     groups = samples = tokens = 0
     for group in _drawn(recording, share, seed):
         groups += 1
         prompt_ids = group.prompt_ids.tolist()
         made = group.samples
-        by_version = {
-            version: dict(
-                zip(numbers, _logprobs(model, prompt_ids, [made[i] for i in numbers], temperature), strict=True)
+        sampled = group.sampled
+        if (sampled.repetition_penalty, sampled.presence_penalty, sampled.frequency_penalty) != (1.0, 0.0, 0.0):
+            skipped["sampled with penalties"] = skipped.get("sampled with penalties", 0) + int(
+                group.field("loss_mask").sum()
             )
+            continue
+        by_version = {
+            version: dict(zip(numbers, _logprobs(model, prompt_ids, [made[i] for i in numbers], sampled), strict=True))
             for version, numbers in _samples_by_version(made).items()
             if (model := models.get(version)) is not None
         }
         for number, sample in enumerate(made):
             samples += 1
-            for place, (version, start, end) in enumerate(sample.versions):
+            for place, (version, start, end, old_kv) in enumerate(sample.versions):
                 asked = sample.loss_mask[start:end] == 1
                 if version not in by_version:
                     why = f"no weights of version {version}"
@@ -141,8 +150,12 @@ def verify(
                 differences = np.abs(sample.logprobs[start:end] - want)[asked]
                 positions = np.arange(start, end)[asked]
                 tokens += len(differences)
+                heading = f"version {version}, span {place}" + (", in_place" if old_kv else "")
+                tables[0].setdefault(heading, Deviations()).add(differences)
+                if old_kv:
+                    in_place.add(differences)
+                    continue
                 overall.add(differences)
-                tables[0].setdefault(f"version {version}, span {place}", Deviations()).add(differences)
                 tables[1].setdefault(f"worker {group.worker}", Deviations()).add(differences)
                 for low in sorted({_bucket(int(position)) for position in positions}):
                     inside = (positions >= low) & (positions < max(1, 2 * low))
@@ -162,7 +175,7 @@ def verify(
             "weights (WeightsConfig.keep_versions), or give them: --weights VERSION=FOLDER"
         )
     spans, workers, places = ({heading: table[heading].numbers() for heading in table} for table in tables)
-    return Report(groups, samples, skipped, overall.numbers(), spans, workers, places, worst)
+    return Report(groups, samples, skipped, overall.numbers(), in_place.numbers(), spans, workers, places, worst)
 
 
 def _samples_by_version(samples: list[Sample]) -> dict[int, list[int]]:
@@ -231,9 +244,9 @@ class _Models:
 
 
 def _logprobs(
-    model: Any, prompt_ids: list[int], samples: list[Sample], temperature: float
+    model: Any, prompt_ids: list[int], samples: list[Sample], sampled: Sampled
 ) -> list[npt.NDArray[np.float32]]:
-    """float32 [num_tokens] a sample: of each of its tokens, all before it given; `log_softmax(logits / temperature)`."""
+    """float32 [num_tokens] a sample: of each of its tokens, all before it given, in the distribution that was sampled from."""
     import torch
 
     lengths = [len(sample.token_ids) for sample in samples]
@@ -247,10 +260,24 @@ def _logprobs(
     at_once = max(1, _LOGITS_BYTES // (4 * ids.shape[1] * model.config.vocab_size))
     for part in ids.to(model.device).split(at_once):
         with torch.inference_mode():
-            logits: torch.Tensor = model(part).logits[:, first:-1].float() / temperature
+            logits: torch.Tensor = model(part).logits[:, first:-1].float() / (sampled.temperature or 1.0)
+            if (sampled.top_p, sampled.top_k, sampled.min_p) != (1.0, -1, 0.0):
+                logits = logits.masked_fill(~_kept(logits.softmax(2), sampled), -torch.inf)
             chosen = logits.gather(2, part[:, first + 1 :, None])[:, :, 0] - logits.logsumexp(2)
         found += list(chosen.cpu().numpy())
     return [row[:n] for row, n in zip(found, lengths, strict=True)]
+
+
+def _kept(probs: torch.Tensor, sampled: Sampled) -> torch.Tensor:
+    """bool, of the shape of `probs` [samples, tokens, vocabulary]: what top-k, top-p and min-p leave, as SGLang applies them."""
+    import torch
+
+    descending, order = probs.sort(dim=-1, descending=True)
+    before = descending.cumsum(-1) - descending
+    kept = (before <= sampled.top_p) & (descending >= descending[..., :1] * sampled.min_p)
+    if sampled.top_k > 0:
+        kept[..., int(sampled.top_k) :] = False
+    return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
 def run_verify(args: VerifyArgs) -> int:
@@ -286,7 +313,13 @@ def _show(console: Any, report: Report) -> None:
     from rich.table import Table
 
     table = Table("|delivered - recomputed|", "tokens", "mean", "p99", "max")
-    headings = {"all": report.overall} | report.by_span | report.by_worker | report.by_position
+    headings = (
+        {"all": report.overall}
+        | ({"in_place": report.in_place} if report.in_place["tokens"] else {})
+        | report.by_span
+        | report.by_worker
+        | report.by_position
+    )
     for heading, numbers in headings.items():
         table.add_row(heading, f"{numbers['tokens']:,}", *(f"{numbers[key]:.2e}" for key in ("mean", "p99", "max")))
     console.print(f"{report.groups:,} groups, {report.samples:,} samples recomputed")

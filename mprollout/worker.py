@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mprollout import _native, messages
-from mprollout.config import EngineConfig
+from mprollout.config import EngineConfig, SamplingConfig
 from mprollout.errors import ConfigError
 from mprollout.evaluation import EvaluationItem, EvaluationRequest, run_share
 from mprollout.ledger import Reason
 from mprollout.ring import DISCARDED, SUSPECT_DEATHS, WorkerWord, encode_group
 from mprollout.rollout import RolloutFunction
 from mprollout.sampler import Attempt, Made, Sampler, derive_seed, reason_of, text_of
-from mprollout.schema import Meta
+from mprollout.schema import Meta, Sampled
 from mprollout.source import Prompt, render
 from mprollout.weights import StagedWeights
 
@@ -185,6 +185,7 @@ class RolloutWorker:
         try:
             prompt = Prompt.decode(claim.prompt)
             prompt_ids = render(prompt, self._config.source, self._generator.tokenizer)
+            sampling = self._config.sampling.of_row(prompt.sampling)
         except Exception as error:
             self._end(claim, _native.FAILED, Reason.PROMPT, error)
             return
@@ -196,12 +197,12 @@ class RolloutWorker:
             attempt = Attempt(f"{claim.ticket}.{claim.attempt}", seed)
             try:
                 tell = functools.partial(self._note, claim, final=False)
-                made, rejected = await self._sampler.make(prompt, prompt_ids, attempt, tell)
+                made, rejected = await self._sampler.make(prompt, prompt_ids, sampling, attempt, tell)
                 if rejected is not None:
                     self._discard(attempt.sampled, rejected)
                     self._finish(claim, _native.FILTERED, rejected)
                     return
-                if self._producer.publish(claim, self._encode(claim, prompt, prompt_ids, made)):
+                if self._producer.publish(claim, self._encode(claim, prompt, prompt_ids, sampling, made)):
                     self._words[WorkerWord.GROUPS_PUBLISHED] += 1
                 self._discard(attempt.sampled - sum(one.sampled for one in made), Reason.ABORT)
                 return
@@ -222,7 +223,12 @@ class RolloutWorker:
                 await asyncio.sleep(delay_s)
 
     def _encode(
-        self, claim: _native.Claim, prompt: Prompt, prompt_ids: list[int], made: list[Made]
+        self,
+        claim: _native.Claim,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        sampling: SamplingConfig,
+        made: list[Made],
     ) -> list[tuple[str, list[Any]]]:
         last = max(made, key=lambda one: one.generated_s)
         siblings_s = max((one.took_s for one in made if one is not last), default=0.0)
@@ -240,7 +246,8 @@ class RolloutWorker:
             )
         ]
         samples, rewards = [one.sample for one in made], [one.reward for one in made]
-        fields = encode_group(meta, prompt_ids, samples, rewards, self._config.ring.stored_fields)
+        sampled = Sampled._make(getattr(sampling, name) for name in Sampled._fields)
+        fields = encode_group(meta, prompt_ids, samples, rewards, self._config.ring.stored_fields, sampled)
         meta[_PUBLISHED_NS] = _now_ns()  # `publish` is the next call
         return fields
 
@@ -318,10 +325,11 @@ class RolloutWorker:
     async def _apply(self, message: messages.Update, fd: int) -> None:
         error: BaseException | None = None
         async with self._update_lock:
-            self._sampler.updates_seen += 1
             try:
                 staged = await asyncio.to_thread(StagedWeights.open, fd)  # its checksum reads every byte
                 try:
+                    # Not before the file is read: what begins meanwhile is aborted, too.
+                    self._sampler.updates_seen += 1
                     async with asyncio.timeout(self._config.weights.timeout_s):
                         await self._generator.update_weights(staged, message.version, message.pause)
                 finally:
@@ -354,8 +362,8 @@ class RolloutWorker:
             made = await self._sampler.run_group(
                 prompt,
                 ids,
+                request.sampling,
                 Attempt(f"eval{message.id}.{row}", derive_seed(self._config.seed, ~message.id, row), evaluates=True),
-                sampling=request.sampling,
             )
             return [
                 EvaluationItem(
@@ -364,7 +372,7 @@ class RolloutWorker:
                     one.sample.token_ids,
                     one.input.text,
                     one.reward,
-                    [(v, start, end) for v, start, end in one.sample.versions],
+                    [(span.version, span.start, span.end) for span in one.sample.versions],
                 )
                 for i, one in enumerate(made)
             ]

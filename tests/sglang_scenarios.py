@@ -5,20 +5,26 @@ Each scenario is a coroutine over the generator and returns plain data; the test
 
 from __future__ import annotations
 
+import array
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
-from mprollout.config import SamplingConfig, SGLangConfig
+from mprollout.config import EngineConfig, RewardConfig, SamplingConfig, SGLangConfig, SourceConfig, WeightsConfig
 from mprollout.generator import GenerateRequest, Generation
+from mprollout.rollout import Session, single_turn
+from mprollout.sampler import Attempt, Sampler
 from mprollout.sglang_generator import SGLangGenerator
+from mprollout.source import Prompt
 from mprollout.weights import StagedWeights, stage
 
 _counter = iter(range(10**9))
@@ -50,6 +56,14 @@ async def generate(
     return [plain(g) for g in await asyncio.gather(*[generator.generate(request(p, n, **sampling)) for p in prompts])]
 
 
+async def generate_each(
+    generator: SGLangGenerator, prompts: list[list[int]], n: int, samplings: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """At once, so in one batch of the engine, each with its own settings."""
+    requests = [request(p, n, **own) for p, own in zip(prompts, samplings, strict=True)]
+    return [plain(g) for g in await asyncio.gather(*map(generator.generate, requests))]
+
+
 async def update(generator: SGLangGenerator, seed: int, version: int, pause: str) -> float:
     """Seconds that the update took."""
     with weights(seed) as staged:
@@ -59,13 +73,111 @@ async def update(generator: SGLangGenerator, seed: int, version: int, pause: str
 
 
 async def update_while_running(
-    generator: SGLangGenerator, prompts: list[list[int]], n: int, seed: int, version: int, pause: str, after_s: float
+    generator: SGLangGenerator,
+    prompts: list[list[int]],
+    n: int,
+    seed: int,
+    version: int,
+    pause: str,
+    after_s: float,
+    **sampling: Any,
 ) -> tuple[float, list[dict[str, Any]]]:
     """(seconds of the update, what each request gave), the update coming `after_s` after the requests."""
-    running = asyncio.gather(*[generator.generate(request(p, n, ignore_eos=True)) for p in prompts])
+    running = asyncio.gather(*[generator.generate(request(p, n, ignore_eos=True, **sampling)) for p in prompts])
     await asyncio.sleep(after_s)
     took_s = await update(generator, seed, version, pause)
     return took_s, [plain(g) for g in await asyncio.wait_for(running, 60)]
+
+
+@contextlib.contextmanager
+def told_after(generator: SGLangGenerator, tokens: int) -> Iterator[asyncio.Event]:
+    """An event that is set when so many tokens of some request have come from the engine."""
+    came, engine_request, generate_request = (
+        asyncio.Event(),
+        generator._engine_request,
+        generator._manager.generate_request,
+    )
+
+    def streamed(asked: GenerateRequest) -> Any:
+        made = engine_request(asked)
+        made.stream = True
+        return made
+
+    async def listening(*args: Any) -> Any:
+        async for answer in generate_request(*args):
+            if len(answer["output_ids"]) >= tokens:
+                came.set()
+            yield answer
+
+    generator._engine_request, generator._manager.generate_request = streamed, listening  # type: ignore[method-assign]
+    try:
+        yield came
+    finally:
+        del generator._engine_request, generator._manager.generate_request  # those of their classes again
+
+
+async def update_after_tokens(
+    generator: SGLangGenerator, prompt: list[int], n: int, after: int, seed: int, version: int, pause: str
+) -> dict[str, Any]:
+    """The update begins when the token of that number has come from the engine."""
+    with told_after(generator, after) as came, weights(seed) as staged:
+        running = asyncio.create_task(generator.generate(request(prompt, n, ignore_eos=True)))
+        await asyncio.wait_for(came.wait(), 60)
+        await generator.update_weights(staged, version, pause)  # type: ignore[arg-type]
+        return plain(await asyncio.wait_for(running, 60))
+
+
+async def sample_across_update(
+    generator: SGLangGenerator,
+    prompt: list[int],
+    n: int,
+    seed: int,
+    version: int,
+    partial: bool = False,
+    between_turns: bool = False,
+    **sampling: Any,
+) -> tuple[dict[str, Any], int]:
+    """(a sample as a worker's sampler makes it, tokens sampled for it); the update aborts its one turn, or comes between its two."""
+    settings = EngineConfig(
+        source=SourceConfig(path="-"),
+        generator=SGLangConfig(model="-"),
+        reward=RewardConfig("exact"),
+        weights=WeightsConfig(pause="abort", partial_rollout=partial),
+    )
+    own = SamplingConfig(group_size=1, max_new_tokens=n, ignore_eos=True, **sampling)
+
+    async def push() -> None:
+        with weights(seed) as staged:
+            sampler.updates_seen += 1
+            await generator.update_weights(staged, version, "abort")
+
+    async def two_turns(session: Session, row: Prompt) -> None:
+        await session.generate(max_new_tokens=n // 2)
+        session.append([11, 12, 13])
+        await push()
+        await session.generate()
+
+    words = memoryview(array.array("q", [0] * 64))
+    sampler = Sampler(settings, generator, two_turns if between_turns else single_turn, words)
+    row = Prompt(ticket=0, row=0, epoch=0, prompt="?", answer="x")
+    attempt = Attempt(f"across-{next(_counter)}", 0)
+    try:
+        with told_after(generator, 40) as came:
+            making = asyncio.create_task(sampler.run_group(row, prompt, own, attempt))
+            if not between_turns:
+                await asyncio.wait_for(came.wait(), 60)
+                await push()
+            (made,) = await asyncio.wait_for(making, 60)
+    finally:
+        sampler.close()
+    return msgspec.structs.asdict(made.sample) | {"versions": [tuple(s) for s in made.sample.versions]}, attempt.sampled
+
+
+async def turn(generator: SGLangGenerator, prompt: list[int], n: int, **sampling: Any) -> dict[str, Any]:
+    """One turn of a session: what it appended, and its text."""
+    session = Session(generator, SamplingConfig(max_new_tokens=n, **sampling), prompt, f"turn-{next(_counter)}", seed=0)
+    made = await session.generate()
+    return plain(made) | {"loss_mask": list(session.sample.loss_mask), "text": session.text}
 
 
 async def update_with(

@@ -27,11 +27,51 @@ def test_a_broken_rule_names_field_rule_and_value(make, message):
         make()
 
 
-@pytest.mark.parametrize("biased", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 0}])
+@pytest.mark.parametrize(
+    "biased",
+    [{"top_p": 0.9}, {"top_k": 1}, {"top_k": 4096}, {"min_p": 0.1}, {"temperature": 0}, {"temperature": 0, "top_k": 5}],
+)
 def test_sampling_that_biases_logprobs_is_refused_unless_allowed(biased):
     with pytest.raises(mp.BiasedLogprobs, match=next(iter(biased))):
         mp.SamplingConfig(**biased)
     mp.SamplingConfig(**biased, allow_biased_logprobs=True)
+
+
+@pytest.mark.parametrize("true", [{"top_k": 50}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}, {"presence_penalty": 0.5}])
+def test_sampling_whose_true_logprobs_the_engine_returns_is_accepted(true):
+    assert mp.SamplingConfig(**true).biased == []
+
+
+def test_a_row_may_bring_settings_of_its_own_and_none_that_the_ring_or_the_trainer_rely_on():
+    base = mp.SamplingConfig(group_size=4, max_new_tokens=64, temperature=0.8)
+    row = base.of_row({"max_new_tokens": 16, "stop": ["\n"], "top_k": 5})
+    assert (row.max_new_tokens, row.stop, row.top_k, row.temperature, row.group_size) == (16, ["\n"], 5, 0.8, 4)
+    assert base.of_row({}) is base
+    for wrong, complaint in (
+        (
+            {"max_new_tokens": 65},
+            "max_new_tokens=65 is over SamplingConfig.max_new_tokens=64, for which the ring was planned",
+        ),
+        ({"group_size": 2}, "group_size: no setting that a row can have"),
+        ({"allow_biased_logprobs": True, "top_q": 1}, "allow_biased_logprobs, top_q: no setting"),
+        ({"temperature": "hot"}, "temperature: Expected `float`, got `str`"),
+        ({"temperature": -1.0}, "temperature must be >= 0"),
+    ):
+        with pytest.raises(mp.ConfigError, match=complaint):
+            base.of_row(wrong)
+    with pytest.raises(mp.BiasedLogprobs, match=r"top_p=0\.9"):
+        base.of_row({"top_p": 0.9})
+    greedy = mp.SamplingConfig(allow_biased_logprobs=True).of_row({"temperature": 0})
+    assert greedy.temperature == 0
+
+
+def test_a_partial_rollout_needs_updates_that_abort():
+    with pytest.raises(
+        mp.ConfigError, match="partial_rollout needs pause=\"abort\", else no update aborts; got 'retract'"
+    ):
+        mp.WeightsConfig(partial_rollout=True)
+    with pytest.raises(mp.ConfigError, match="mask_off_policy needs partial_rollout=True"):
+        mp.WeightsConfig(pause="abort", mask_off_policy=True)
 
 
 def make(**parts):

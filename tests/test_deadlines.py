@@ -154,6 +154,7 @@ def in_virtual_time(
 
 
 PROMPT = Prompt(ticket=0, row=0, epoch=0, prompt="?", answer="x")
+SAMPLING = mp.SamplingConfig(group_size=4, max_new_tokens=32)
 
 
 @pytest.mark.parametrize("limit", ["episode_timeout_s", "sample_timeout_s", "group_timeout_s"])
@@ -163,7 +164,7 @@ def test_what_is_late_is_aborted_in_the_engine_and_gives_its_place_back(limit: s
     async def scenario(sampler: Sampler, generator: SimulatedGenerator, words: memoryview) -> None:
         attempt = Attempt("0.0", 7)
         with pytest.raises(mp.DeadlineExceeded, match=f"exceeded {limit}=1.5") as caught:
-            await sampler.make(PROMPT, [1, 2], attempt, lambda _: None)
+            await sampler.make(PROMPT, [1, 2], SAMPLING, attempt, lambda _: None)
         assert reason_of(caught.value) is Reason.TIMEOUT
         assert asyncio.get_running_loop().time() == pytest.approx(1.5)
         assert not generator._runs
@@ -176,7 +177,7 @@ def test_what_is_late_is_aborted_in_the_engine_and_gives_its_place_back(limit: s
 
 def test_a_stop_is_no_deadline() -> None:
     async def scenario(sampler: Sampler, generator: SimulatedGenerator, words: memoryview) -> None:
-        task = asyncio.ensure_future(sampler.make(PROMPT, [1, 2], Attempt("0.0", 7), lambda _: None))
+        task = asyncio.ensure_future(sampler.make(PROMPT, [1, 2], SAMPLING, Attempt("0.0", 7), lambda _: None))
         await asyncio.sleep(0.5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -81,7 +81,7 @@ def check_group(group, models):
     for sample in group.samples:
         ids, got = sample.token_ids.tolist(), sample.logprobs
         want = np.empty(len(ids), np.float32)
-        for version, start, end in sample.versions:
+        for version, start, end, _ in sample.versions:
             want[start:end] = recomputed(models[version], prompt_ids, ids)[start:end]
         np.testing.assert_allclose(got, want, atol=1e-4)
         del got
@@ -136,7 +136,7 @@ def test_verify_finds_every_logprob_right_and_the_one_that_was_changed(engine, m
 
     for version in models:
         keep(version)
-    about = {"model": str(tiny_model), "temperature": "1.0"}
+    about = {"model": str(tiny_model)}
     recorder = Recorder(tmp_path / "record", (), about, max_bytes=1 << 30)
     version = engine.policy_version + 1
     models[version] = perturbed(models[engine.policy_version], seed=version)

@@ -6,6 +6,7 @@ One engine, in a spawned process (`sglang_scenarios.serve`), serves the whole fi
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import random
 import time
@@ -17,10 +18,17 @@ import psutil
 import pytest
 import sglang_scenarios
 from conftest import session_processes
+from rigs import Rig
 from tiny_model import make_tiny_model, tiny_qwen2
 
+from mprollout.batch import Batch
 from mprollout.config import SGLangConfig
+from mprollout.generator import VersionSpan
+from mprollout.record import Recorder
+from mprollout.ring import RolledSample, encode_group
+from mprollout.schema import Meta, Sampled, schema_bytes
 from mprollout.sglang_generator import SGLangGenerator
+from mprollout.verify import VerifyArgs, run_verify
 from mprollout.weights import check_parameters
 
 torch = pytest.importorskip("torch")
@@ -77,20 +85,36 @@ def server(tiny_model: Path, private_tmp: Path) -> Iterator[Server]:
     session_processes.discard(server.process.pid or 0)
 
 
-def reference_logprobs(seed: int, prompt: list[int], token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Logprob of each token under transformers' model of this seed, given all before it."""
+def reference_logits(seed: int, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+    """Of transformers' model of this seed, for the place of each token, given all before it."""
     torch.set_num_threads(1)
     with torch.inference_mode():
-        logits = tiny_qwen2(seed)(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
-    return (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        return tiny_qwen2(seed)(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1].float()
 
 
-def assert_logprobs(
-    answer: dict[str, Any], seed_of_version: dict[int, int], prompt: list[int], temperature: float = 1.0
-) -> None:
-    """Every span's logprobs are those of its version's weights."""
-    for version, start, end in answer["versions"]:
-        expected = reference_logprobs(seed_of_version[version], prompt, answer["token_ids"], temperature)[start:end]
+def reference_logprobs(
+    seed: int,
+    prompt: list[int],
+    token_ids: list[int],
+    temperature: float = 1.0,
+    top_k: int = 512,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> torch.Tensor:
+    """Logprob of each token under transformers' model of this seed, given all before it, within what the settings keep."""
+    logits = reference_logits(seed, prompt, token_ids)
+    probs, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    kept = (
+        (torch.arange(probs.shape[1]) < top_k) & (probs.cumsum(-1) - probs <= top_p) & (probs >= probs[:, :1] * min_p)
+    )
+    within = (probs * kept / (probs * kept).sum(-1, keepdim=True)).log()
+    return within.gather(1, (order == torch.tensor(token_ids)[:, None]).int().argmax(-1, keepdim=True))[:, 0]
+
+
+def assert_logprobs(answer: dict[str, Any], seed_of_version: dict[int, int], prompt: list[int], **own: float) -> None:
+    """Every span's logprobs are those of its version's weights, sampled with these settings."""
+    for version, start, end, _ in answer["versions"]:
+        expected = reference_logprobs(seed_of_version[version], prompt, answer["token_ids"], **own)[start:end]
         assert torch.allclose(torch.tensor(answer["logprobs"][start:end]), expected, atol=TOLERANCE), (
             version,
             start,
@@ -183,8 +207,8 @@ def test_logprobs_match_transformers(server: Server, temperature: float) -> None
     for prompt, answer in zip(PROMPTS, answers, strict=False):
         assert len(answer["token_ids"]) == 64
         assert answer["finish_reason"] == "length"
-        assert answer["versions"] == [(0, 0, 64)]
-        assert_logprobs(answer, {0: 0}, prompt, temperature)
+        assert answer["versions"] == [(0, 0, 64, False)]
+        assert_logprobs(answer, {0: 0}, prompt, temperature=temperature)
 
 
 @slow
@@ -232,7 +256,7 @@ def test_update_changes_what_comes_out_and_no_stale_prefix_is_used(server: Serve
     for prompt, answer in zip(
         PROMPTS, server.ask("generate", prompts=PROMPTS[:2], n=32, ignore_eos=True), strict=False
     ):
-        assert answer["versions"] == [(new["version"], 0, 32)]
+        assert answer["versions"] == [(new["version"], 0, 32, False)]
         assert_logprobs(answer, {new["version"]: new["seed"]}, prompt)
 
 
@@ -253,12 +277,202 @@ def test_update_under_eight_running_requests(server: Server, pause: str) -> None
         assert answer["finish_reason"] == "length"
         assert len(answer["token_ids"]) == 600
         assert [span[0] for span in answer["versions"]] == [*old, new["version"]]
+        assert [span[3] for span in answer["versions"]] == [False, pause == "in_place"]
         if pause == "retract":
             assert_logprobs(answer, old | {new["version"]: new["seed"]}, prompt)
         else:  # new weights on old key-value entries: the behaviour's logprobs are neither's, those before the update are the old one's
             assert_logprobs(answer | {"versions": answer["versions"][:1]}, old, prompt)
     (after,) = server.ask("generate", prompts=PROMPTS[:1], n=16, ignore_eos=True)
     assert_logprobs(after, {new["version"]: new["seed"]}, PROMPTS[0])
+
+
+TRUNCATED = [
+    {"top_k": 40},
+    {"top_k": 512, "top_p": 0.8},
+    {"top_k": 512, "min_p": 0.05},
+    {"top_k": 100, "top_p": 0.95, "min_p": 0.01, "temperature": 0.7},
+]
+
+
+@slow
+def test_truncated_sampling_has_the_logprobs_of_what_it_leaves(server: Server) -> None:
+    """Top-k, top-p and min-p in one batch with ordinary requests: logprobs are those within what is kept, recomputed and renormalized."""
+    samplings: list[dict[str, Any]] = [*TRUNCATED, {}, {"temperature": 0.5}]
+    answers = server.ask(
+        "generate_each", prompts=PROMPTS[:6], n=64, samplings=[own | {"ignore_eos": True} for own in samplings]
+    )
+    for prompt, answer, own in zip(PROMPTS, answers, samplings, strict=False):
+        assert len(answer["token_ids"]) == len(answer["logprobs"]) == 64
+        assert_logprobs(answer, {server.version: server.seed}, prompt, **own)
+        whole = reference_logprobs(server.seed, prompt, answer["token_ids"], own.get("temperature", 1.0))
+        of_all = torch.allclose(torch.tensor(answer["logprobs"]), whole, atol=0.01)
+        assert of_all == (own not in TRUNCATED), "within the whole vocabulary they are others"
+
+
+@slow
+def test_penalized_sampling_has_the_logprobs_of_the_penalized_distribution(server: Server) -> None:
+    (answer,) = server.ask(
+        "generate",
+        prompts=PROMPTS[:1],
+        n=64,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        temperature=0.8,
+        ignore_eos=True,
+    )
+    logits = reference_logits(server.seed, PROMPTS[0], answer["token_ids"])
+    counts = torch.zeros(logits.shape[1])
+    for at, token in enumerate(answer["token_ids"]):
+        penalized = ((logits[at] - 1.5 * (counts > 0) - 0.5 * counts) / 0.8).log_softmax(-1)
+        assert abs(float(penalized[token]) - answer["logprobs"][at]) < TOLERANCE
+        counts[token] += 1
+
+
+@slow
+def test_matched_stops_are_trimmed_with_their_logprobs(server: Server) -> None:
+    for settings in ({"stop": ["7"], "ignore_eos": True}, {"stop_token_ids": [2, 7, *range(100, 200)]}):
+        kept = server.ask("turn", prompt=PROMPTS[0], n=1000, **settings)
+        cut = server.ask("turn", prompt=PROMPTS[0], n=1000, no_stop_trim=False, **settings)
+        for made in (kept, cut):
+            assert made["finish_reason"] == "stop"
+            assert len(made["logprobs"]) == len(made["loss_mask"]) == len(made["token_ids"])
+            assert_logprobs(made, {server.version: server.seed}, PROMPTS[0])
+        if "stop" in settings:
+            assert "7" in kept["text"] and "7" not in cut["text"]
+        else:
+            assert kept["matched_stop"] == kept["token_ids"][-1]
+            assert not set(settings["stop_token_ids"]) & set(cut["token_ids"])
+
+
+@slow
+def test_thinking_is_ended_at_its_budget(server: Server) -> None:
+    """What follows was sampled given the tokens put there, which themselves are not trained on."""
+    made = server.ask(
+        "turn", prompt=PROMPTS[0], n=60, max_thinking_tokens=10, end_of_thinking="</t>\n", ignore_eos=True
+    )
+    forced = made["loss_mask"].count(0)
+    assert made["loss_mask"] == [1] * 10 + [0] * forced + [1] * (50 - forced) and 1 <= forced <= 5
+    assert "</t>\n" in made["text"] and made["finish_reason"] == "length"
+    expected = reference_logprobs(server.seed, PROMPTS[0], made["token_ids"])
+    own = torch.tensor(made["loss_mask"]) == 1
+    assert torch.allclose(torch.tensor(made["logprobs"])[own], expected[own], atol=TOLERANCE)
+    assert not torch.tensor(made["logprobs"])[~own].any()
+
+
+@slow
+def test_every_token_around_an_update_carries_the_version_whose_weights_sampled_it(server: Server) -> None:
+    """vllm#54443: weights updated after token 57 of 128: [7] * 57 + [8] * 71, give or take what was under way when the token came.
+
+    The versions are checked against nothing that SGLang says: each token's logprob is that of one of the two weights, and not of the other.
+    """
+    server.version, server.seed = 7, 7
+    server.ask("update", seed=7, version=7, pause="retract")
+    answer = server.ask("update_after_tokens", prompt=PROMPTS[0], n=128, after=57, seed=8, version=8, pause="retract")
+    server.version, server.seed = 8, 8
+    got = torch.tensor(answer["logprobs"])
+    off = torch.stack([(reference_logprobs(seed, PROMPTS[0], answer["token_ids"]) - got).abs() for seed in (7, 8)])
+    assert (off.min(0).values < TOLERANCE).all() and (off.max(0).values > TOLERANCE).sum() > 120
+    found = (off.argmin(0) + 7).tolist()
+    (_, _, k, _), _ = answer["versions"]
+    assert answer["versions"] == [(7, 0, k, False), (8, k, 128, False)] and 57 <= k < 100
+    assert found == [7] * k + [8] * (128 - k)
+
+
+@slow
+@pytest.mark.parametrize("own", [{}, TRUNCATED[3]])
+def test_a_sample_that_an_update_aborts_goes_on_from_its_tokens(server: Server, own: dict[str, Any]) -> None:
+    old = {server.version: server.seed}
+    new = server.next_version()
+    made, sampled = server.ask("sample_across_update", prompt=PROMPTS[0], n=200, partial=True, **new, **own)
+    (first, second) = made["versions"]
+    assert first[0] in old and 40 <= first[2] < 200 and second == (new["version"], first[2], 200, False)
+    assert len(made["token_ids"]) == sampled == 200 and made["loss_mask"] == b"\1" * 200
+    assert made["finish_reason"] == "length"
+    assert_logprobs(made, old | {new["version"]: new["seed"]}, PROMPTS[0], **own)
+
+
+@slow
+def test_without_partial_rollout_it_begins_anew(server: Server) -> None:
+    """slime#2092: one policy version, and every token sampled given the prompt and its own predecessors alone."""
+    new = server.next_version()
+    made, sampled = server.ask("sample_across_update", prompt=PROMPTS[0], n=200, **new)
+    assert made["versions"] == [(new["version"], 0, 200, False)] and sampled >= 240
+    assert_logprobs(made, {new["version"]: new["seed"]}, PROMPTS[0])
+
+
+@slow
+@pytest.mark.parametrize("partial", [False, True])
+def test_loss_masks_of_two_turns_survive_an_update_between_them(server: Server, partial: bool) -> None:
+    old = {server.version: server.seed}
+    new = server.next_version()
+    made, _ = server.ask("sample_across_update", prompt=PROMPTS[0], n=64, between_turns=True, partial=partial, **new)
+    assert made["token_ids"][32:35] == [11, 12, 13] and len(made["token_ids"]) == 67
+    assert made["loss_mask"] == b"\1" * 32 + b"\0" * 3 + b"\1" * 32
+    assert [span[:3] for span in made["versions"]] == [(*old, 0, 35), (new["version"], 35, 67)]
+    for (version, start, end, _), seed in zip(made["versions"], (*old.values(), new["seed"]), strict=True):
+        expected = reference_logprobs(seed, PROMPTS[0], made["token_ids"])
+        own = [at for at in range(start, end) if made["loss_mask"][at]]
+        assert torch.allclose(torch.tensor(made["logprobs"])[own], expected[own], atol=TOLERANCE), version
+
+
+@slow
+def test_verify_reports_what_rests_on_old_key_value_entries_apart(
+    server: Server, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples that lived through an update in place, and truncated ones through one that retracts, recorded as a run records them."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "weights").mkdir()
+    prompt = PROMPTS[0]
+    kept = {server.version: server.seed}
+    new = server.next_version()
+    kept[new["version"]] = new["seed"]
+    running: dict[str, Any] = {"prompts": [prompt] * 4, "n": 300, "after_s": 0.2}
+    _, truncated = server.ask("update_while_running", pause="retract", **running, **new, **TRUNCATED[3])
+    new = server.next_version()
+    kept[new["version"]] = new["seed"]
+    _, in_place = server.ask("update_while_running", pause="in_place", **running, **new)
+    for version, seed in kept.items():
+        tensors = {name: tensor.clone() for name, tensor in tiny_qwen2(seed).state_dict().items()}
+        save_file(tensors, tmp_path / "weights" / f"{version}.safetensors")
+    record_groups(tmp_path / "record", tiny_model, prompt, [(in_place, {}), (truncated, TRUNCATED[3])])
+    assert run_verify(VerifyArgs(run=tmp_path, sample="100%", tolerance=TOLERANCE, json=True)) == 0
+    report = json.loads(capsys.readouterr().out)
+    on_old = sum(end - start for answer in in_place for _, start, end, old_kv in answer["versions"] if old_kv)
+    assert report["in_place"]["tokens"] == on_old > 100
+    assert report["overall"]["tokens"] == 8 * 300 - on_old and report["overall"]["max"] <= TOLERANCE
+    assert report["in_place"]["max"] > 100 * TOLERANCE
+    assert f"version {new['version']}, span 1, in_place" in report["by_span"]
+    print(f"in_place: {report['in_place']}; the others: {report['overall']}")
+
+
+def record_groups(
+    folder: Path, model: Path, prompt: list[int], groups: list[tuple[list[dict[str, Any]], dict[str, Any]]]
+) -> None:
+    """Through the ring's own encoding, a batch of them."""
+    rig = Rig(schema=schema_bytes(), max_group_bytes=1 << 17, arena_bytes=1 << 19)
+    leases = []
+    for ticket, (answers, sampled) in enumerate(groups):
+        samples = [
+            RolledSample(
+                token_ids=answer["token_ids"],
+                logprobs=answer["logprobs"],
+                loss_mask=bytearray(b"\1" * len(answer["token_ids"])),
+                finish_reason=answer["finish_reason"],
+                versions=[VersionSpan(*span) for span in answer["versions"]],
+            )
+            for answer in answers
+        ]
+        assert rig.admitter.admit(ticket, b"row")
+        meta = Meta(*[0] * len(Meta._fields))
+        fields = encode_group(meta, prompt, samples, [1.0] * len(samples), sampled=Sampled(**sampled))
+        assert rig.producer.publish(rig.claim(), fields)
+        leases.append(rig.take())
+    rig.consumer.deliver(leases)
+    with Batch(leases) as batch:
+        recorder = Recorder(folder, (), {"model": str(model)}, max_bytes=1 << 30)
+        recorder.add(batch, 0)
+        recorder.close()
 
 
 @slow
