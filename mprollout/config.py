@@ -119,6 +119,13 @@ class SGLangConfig(_Config, frozen=True, kw_only=True, tag_field="backend", tag=
     engine_args: dict[str, Any] = {}
     """Passed to `sglang.Engine` as they are, over mprollout's own choices."""
 
+    def _check(self) -> None:
+        if self.engine_args.get("dp_size", 1) != 1:
+            raise ConfigError(
+                f"SGLangConfig.engine_args: dp_size={self.engine_args['dp_size']!r} is refused: SGLang takes no new weights into data-parallel "
+                "replicas of one engine; give each replica a worker of its own (WorkerConfig.devices)"
+            )
+
 
 class SimulatedConfig(_Config, frozen=True, kw_only=True, tag_field="backend", tag="simulated"):
     """A generator without a model: seeded lengths, speeds and tokens; versions and aborts as the real one."""
@@ -418,6 +425,12 @@ class FaultConfig(_Config, frozen=True, kw_only=True):
 class WeightsConfig(_Config, frozen=True, kw_only=True):
     """How new weights reach running workers."""
 
+    transport: Literal["shm", "ipc", "distributed", "disk"] = "shm"
+    """`shm`: the engines map one staged copy in memory. `ipc`: buckets on a GPU that trainer and worker share. `distributed`: buckets broadcast by
+    NCCL (gloo on a CPU). `disk`: a safetensors file in `RUN/weights`, which holds no memory between updates. The first three keep the staged
+    copy in memory for workers that start again. ipc and distributed have not yet run on a GPU."""
+    bucket_bytes: int = 512 << 20
+    """Of `ipc` and `distributed`: what is sent at once, held once more on each GPU meanwhile."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """`retract`: running requests recompute their prefix under the new weights; `in_place`: they go on with old KV entries; `abort`: they end and are retried."""
     partial_rollout: bool = False
@@ -450,6 +463,7 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
             "dtype", self.dtype in (None, "float32", "float16", "bfloat16"), "float32, float16, bfloat16 or None"
         )
         self._require_int("keep_versions", 0)
+        self._require_int("bucket_bytes", 1)
 
 
 class RingConfig(_Config, frozen=True, kw_only=True):
@@ -522,6 +536,26 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
             raise ConfigError('EngineConfig.loggers=["tensorboard"] needs run_dir, where its files go; got None')
         if self.run_dir is None and (self.record == "run" or self.weights.keep_versions):
             raise ConfigError('EngineConfig.record="run" and WeightsConfig.keep_versions need run_dir; got None')
+        if self.run_dir is None and self.weights.transport == "disk":
+            raise ConfigError(
+                'WeightsConfig.transport="disk" needs EngineConfig.run_dir, where the file is written; got None'
+            )
+        if isinstance(self.generator, SGLangConfig):
+            for worker, devices in enumerate(self.workers.devices):
+                asked = self.generator.engine_args.get("tp_size")
+                if asked is not None and devices != "cpu" and asked != len(self.gpus(worker)):
+                    raise ConfigError(
+                        f"SGLangConfig.engine_args: tp_size={asked} is not the {len(self.gpus(worker))} GPUs of "
+                        f"WorkerConfig.devices[{worker}]={devices!r}; leave it out"
+                    )
+
+    def gpus(self, worker: int) -> list[int | None]:
+        """The GPU of each of a worker's engine processes (tensor-parallel ranks), as numbered in this process; None: a CPU."""
+        devices = self.workers.devices[worker]
+        if devices == "cpu":
+            ranks = self.generator.engine_args.get("tp_size", 1) if isinstance(self.generator, SGLangConfig) else 1
+            return [None] * ranks
+        return [int(gpu) for gpu in (devices if isinstance(devices, list) else [devices])]
 
     @classmethod
     def from_toml(cls, path: str | Path) -> EngineConfig:

@@ -30,7 +30,6 @@ from mprollout.errors import (
     ConcurrentGet,
     ConfigError,
     EngineClosed,
-    GetTimeout,
     MainGuardMissing,
     MprolloutError,
 )
@@ -47,7 +46,7 @@ from mprollout.reward import check
 from mprollout.ring import check_memory, doubts, plan, segment_bytes
 from mprollout.rollout import check_rollout
 from mprollout.source import PromptSource
-from mprollout.stats import EngineStats, describe_workers, engine_stats
+from mprollout.stats import EngineStats, engine_stats
 from mprollout.taker import Taker
 from mprollout.updates import Updates
 from mprollout.waiting import Waiting, Waits
@@ -241,6 +240,7 @@ class RolloutEngine:
         if self._history is not None:
             seen = self._attendant is not None and self._taker is not None
             self._history.close(self._stats() if seen else None, detached=how is KeeperProcess.detach)
+        self._updates.close()
         if self._unpin is not None:
             self._unpin()
         if self._taker is not None:
@@ -327,11 +327,7 @@ class RolloutEngine:
         attendant, taker = self._running()
         began, failure = time.monotonic_ns(), ""
         try:
-            if self._gate.awaits_weights:
-                self._let_finish_what_is_ahead(timeout, attendant, taker)
-            with attendant.lock:
-                taker.count()
-            return self._updates.push(source, timeout, attendant)
+            return self._updates.push(source, timeout, attendant, taker)
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
             raise
@@ -341,23 +337,6 @@ class RolloutEngine:
             if self._history is not None:
                 self._history.on_update(took / 1e9, self.policy_version, failure)
             attendant.ring()
-
-    def _let_finish_what_is_ahead(self, timeout: float | None, attendant: Attendant, taker: Taker) -> None:
-        limit_s = self.config.weights.limit_s(timeout)
-        deadline = time.monotonic() + limit_s
-
-        def ahead() -> list[int]:
-            with attendant.lock:
-                return taker.unfinished_ahead(attendant.segment)
-
-        def check_time() -> None:
-            if time.monotonic() > deadline:
-                raise GetTimeout(
-                    f"update_weights: tickets {ahead()}, admitted by the trainer before this one, are not finished after {limit_s:g} s, and with "
-                    f"these weights they would break max_lag; {describe_workers(attendant.segment, attendant.states)}"
-                )
-
-        attendant.wait_news(lambda: not ahead(), check_time)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from mprollout.config import SamplingConfig
+    from mprollout.route import Route
     from mprollout.weights import StagedWeights
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -114,8 +115,14 @@ class Generator(abc.ABC):
         """End one request (None: all); their `generate` calls return what they have with finish_reason "abort"."""
 
     @abc.abstractmethod
-    async def update_weights(self, weights: StagedWeights, version: int, pause: PauseMode) -> None:
+    async def update_weights(
+        self, weights: StagedWeights, version: int, pause: PauseMode, route: Route | None = None
+    ) -> None:
         """Give the running engine new weights: pause -> begin -> update -> end -> continue; generation goes on afterwards in every case.
+
+        Args:
+            weights: the staged copy, verified.
+            route: where the same bytes come from faster; when it fails midway, the engine loads the staged copy instead.
 
         Raises:
             ValueError: a name is unknown, missing, or of another shape (checked before anything is touched).

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from mprollout.generator import PauseMode
+from mprollout.route import Route
 
 MAX_TEXT = 16_000  # characters of a traceback in a message: a datagram must fit the default socket buffer
 
@@ -111,10 +112,12 @@ class WorkerState(_Message, frozen=True, kw_only=True):
 
 
 class Update(_Message, frozen=True, kw_only=True):
-    """Trainer to keeper to worker: new weights, staged in the memfd beside it."""
+    """Trainer to keeper to worker: new weights; beside it the file with the staged copy."""
 
     version: int
     pause: PauseMode
+    route: Route | None = None
+    """By which the same bytes come faster; the keeper leaves it out for a worker that is not on it."""
     updates_before: int = 0
     """Updates behind the policy that this one replaces, from the run's first weights, over all its trainers."""
     updates_after: int = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -25,7 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mprollout import _native
 from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
+from mprollout.loading import LOADER, orders
 from mprollout.orphans import patch_spawn
+from mprollout.route import HOST
 from mprollout.sglang_setup import (
     check_folder,
     checkpoint_folder,
@@ -35,15 +38,16 @@ from mprollout.sglang_setup import (
     our_logging_and_policy,
 )
 from mprollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from mprollout.weights import check_parameters, checkpoint_shapes
+from mprollout.weight_files import checkpoint_shapes
+from mprollout.weights import check_parameters
 
 if TYPE_CHECKING:
     from mprollout.config import SGLangConfig
+    from mprollout.route import Route
     from mprollout.weights import StagedWeights
 
 T = TypeVar("T")
 
-_LOADER = "mprollout.weights.load_staged"
 _CONTROL_TIMEOUT_S = 60.0
 """Longest pause, begin, end, continue, sleep or wake."""
 _LOAD_TIMEOUT_S = 600.0
@@ -80,6 +84,7 @@ class SGLangGenerator(Generator):
         self._running: dict[str, _Running] = {}
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._asleep: set[str] = set()
+        self._group: str | None = None
         self._updating = asyncio.Lock()
         self._open = asyncio.Event()
         self._broken: str | None = None
@@ -158,7 +163,9 @@ class SGLangGenerator(Generator):
             if rid in self._running:
                 self._manager.abort_request(_engine_rid(rid))
 
-    async def update_weights(self, weights: StagedWeights, version: int, pause: PauseMode) -> None:
+    async def update_weights(
+        self, weights: StagedWeights, version: int, pause: PauseMode, route: Route | None = None
+    ) -> None:
         """See `Generator.update_weights`. `retract` and `abort` flush the prefix cache; `in_place` keeps it and the running KV entries.
 
         Raises:
@@ -179,7 +186,7 @@ class SGLangGenerator(Generator):
                     await self._end_running()
                 await self._pause("in_place" if pause == "in_place" else "retract")
                 touched = True
-                await self._load(weights, version, flush=pause != "in_place")
+                await self._load(weights, version, route, flush=pause != "in_place")
                 self.version, touched = version, False
                 if pause == "in_place":
                     for running in self._running.values():
@@ -289,7 +296,7 @@ class SGLangGenerator(Generator):
                 args["dtype"] = "float32"
         else:
             args["tp_size"] = len(self._devices)
-        return args | given | {"custom_weight_loader": [*given.get("custom_weight_loader", ()), _LOADER]}
+        return args | given | {"custom_weight_loader": [*given.get("custom_weight_loader", ()), LOADER]}
 
     def _expect_parameters(self, folder: Path | None) -> None:
         if folder is None:
@@ -358,15 +365,19 @@ class SGLangGenerator(Generator):
             _CONTROL_TIMEOUT_S, "pause", self._manager.pause_generation(self._io.PauseGenerationReqInput(mode=mode))
         )
 
-    async def _load(self, weights: StagedWeights, version: int, flush: bool) -> None:
+    async def _load(self, weights: StagedWeights, version: int, route: Route | None, flush: bool) -> None:
         import torch
         from sglang.srt.utils import MultiprocessingSerializer
 
         manager, io = self._manager, self._io
-        payload = MultiprocessingSerializer.serialize([(f"/proc/{os.getpid()}/fd/{weights.fd}", torch.empty(0))])
+        if route is not None and not await self._join(route):
+            route = None
         request = io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self._engine.server_args.tp_size,
-            load_format=_LOADER,
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize([(order, torch.empty(0))])
+                for order in orders(weights, route, self._engine.server_args.tp_size)
+            ],
+            load_format=LOADER,
             flush_cache=flush,
             weight_version=str(version),
         )
@@ -374,6 +385,30 @@ class SGLangGenerator(Generator):
         await self._step("begin", _CONTROL_TIMEOUT_S, manager.begin_weight_update(begin, None))
         await self._step("load", _LOAD_TIMEOUT_S, manager.update_weights_from_tensor(request, None))
         await self._step("end", _CONTROL_TIMEOUT_S, manager.end_weight_update(end, None))
+
+    async def _join(self, route: Route) -> bool:
+        """Whether the engine's processes are in the trainer's group, now or since an earlier update."""
+        if route.group == self._group:
+            return True
+        manager, io = self._manager, self._io
+        if self._group is not None:  # the trainer broke it up
+            request = io.DestroyWeightsUpdateGroupReqInput(group_name=self._group)
+            await self._within(_CONTROL_TIMEOUT_S, "leave", manager.destroy_weights_update_group(request, None))
+            self._group = None
+        request = io.InitWeightsUpdateGroupReqInput(
+            master_address=HOST,
+            master_port=route.port,
+            rank_offset=route.rank,
+            world_size=route.world_size,
+            group_name=route.group,
+            backend=route.backend,
+        )
+        joined, message = await self._within(_LOAD_TIMEOUT_S, "join", manager.init_weights_update_group(request, None))
+        if joined:
+            self._group = route.group
+        else:
+            logging.getLogger("mprollout").warning("the staged copy is loaded: %s", message)
+        return bool(joined)
 
     async def _step(self, what: str, limit_s: float, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
         success, message = await self._within(limit_s, what, call)

@@ -23,8 +23,25 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     _no_named_semaphore()
     from sglang.srt.managers import scheduler
 
+    _pin_only_with_an_accelerator()
     scheduler.create_load_snapshot_writer = lambda *_args, **_kwargs: None
     return scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _pin_only_with_an_accelerator() -> None:
+    """SGLang's LoRA layers pin what they copy to a GPU, without asking whether there is one; torch refuses to pin on a CPU alone."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    for name in ("tensor", "empty", "zeros"):
+        make = getattr(torch, name)
+
+        def unpinned(*args: Any, _make: Any = make, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return _make(*args, **kwargs)
+
+        setattr(torch, name, unpinned)
 
 
 def import_sglang() -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ import bisect
 import heapq
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -26,11 +27,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mprollout.generator import FinishReason, GenerateRequest, Generation, Generator, PauseMode, Tokenizer, VersionSpan
+from mprollout.route import arrivals, join, leave
 from mprollout.stops import first_stop
 from mprollout.weights import check_parameters
 
 if TYPE_CHECKING:
     from mprollout.config import SimulatedConfig
+    from mprollout.route import Route
     from mprollout.weights import StagedWeights
 
 FAULTS = ("exception", "abort", "swallow", "die", "hang", "slow", "short")
@@ -280,6 +283,7 @@ class SimulatedGenerator(Generator):
         self._decode = _Clock(_speed(config))  # work: tokens
         self._prefill = _Clock(lambda running: 1.0)  # work: seconds
         self._updating = asyncio.Lock()
+        self._group: str | None = None
 
     async def start(self) -> None:
         self._halt("start")
@@ -329,7 +333,9 @@ class SimulatedGenerator(Generator):
                 run.aborted = True
                 run.nudge()
 
-    async def update_weights(self, weights: StagedWeights, version: int, pause: PauseMode) -> None:
+    async def update_weights(
+        self, weights: StagedWeights, version: int, pause: PauseMode, route: Route | None = None
+    ) -> None:
         async with self._updating:
             if self.parameters is None:
                 self.parameters = dict(weights.shapes)
@@ -339,6 +345,8 @@ class SimulatedGenerator(Generator):
             self._halt("update")
             try:
                 await asyncio.sleep(self._config.update_s)
+                if route is not None:
+                    await asyncio.to_thread(self._receive, weights, route)
                 for run in self._runs.values():
                     run.stamp(self.version)
                     run.old_kv = pause == "in_place"
@@ -348,6 +356,23 @@ class SimulatedGenerator(Generator):
                 self.version = version
             finally:
                 self._go_on("update")
+
+    def _receive(self, weights: StagedWeights, route: Route) -> None:
+        """What SGLang's schedulers do (`loading`), the model apart: a simulated engine needs no more of the weights than that they came."""
+        import torch
+
+        try:
+            if route.group != self._group:
+                join(route, route.rank, timeout_s=60.0)
+                self._group = route.group
+            for _ in arrivals(route, route.rank, weights, torch.device("cpu")):
+                pass
+        except Exception:
+            logging.getLogger("mprollout").warning(
+                "the way over %s broke: the staged copy counts", route.group, exc_info=True
+            )
+            leave(route.group)
+            self._group = None
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         self._halt(*tags)

@@ -330,7 +330,7 @@ class _Simulation:
     async def _train(self) -> None:
         import torch
 
-        from mprollout.weights import stage
+        from mprollout.staging import stage
 
         loop, trainer = asyncio.get_running_loop(), self._trainer
         self._turn()

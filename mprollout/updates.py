@@ -1,6 +1,7 @@
 """A weight update, both ends of its protocol.
 
     Updates.push (trainer) --Update--> WeightSync (keeper) --Update--> workers --Applied--> WeightSync --UpdateDone--> Updates.push
+      stage, then a transport             keeps the copy
 
 Invariants: every attempt has a version number of its own, never used again, and exactly one `UpdateDone`, whether it was applied, refused,
 given up or never sent (an interrupted trainer asks for the answer with `GiveUpUpdate`, as often as it likes). A version counts as
@@ -26,12 +27,16 @@ from mprollout.config import EngineConfig
 from mprollout.errors import GetTimeout, WeightUpdateFailed
 from mprollout.gate import Gate
 from mprollout.generator import PauseMode
+from mprollout.route import Route
 from mprollout.stats import describe_workers
+from mprollout.transports import make_transport
 
 if TYPE_CHECKING:
     from mprollout.attendant import Attendant
     from mprollout.child import Worker
     from mprollout.keeper import Keeper
+    from mprollout.taker import Taker
+    from mprollout.weights import StagedWeights
 
 
 class Updates:
@@ -64,6 +69,10 @@ class Updates:
         self._unanswered = 0  # the last version that was sent, or was about to be when an interrupt came
         self._one_at_a_time = threading.Lock()
         self._pins: set[object] = set()  # of evaluations that want one version
+        self._transport = make_transport(config)
+        self._good: StagedWeights | None = None  # the last copy that all workers applied, which the keeper holds, too
+        # One that no process reads any more: all workers have since applied a newer one (each applies one after the other), or it was refused.
+        self._spare: StagedWeights | None = None
 
     @property
     def updates(self) -> int:
@@ -76,22 +85,48 @@ class Updates:
         """
         return max(0, now - self._completed_at[version])
 
-    def push(self, source: Any, timeout_s: float | None, attendant: Attendant) -> int:
+    def push(self, source: Any, timeout_s: float | None, attendant: Attendant, taker: Taker) -> int:
         """See `RolloutEngine.update_weights`."""
-        from mprollout.weights import keep, stage
+        from mprollout.staging import stage
+        from mprollout.weight_files import keep
 
         with self._one_at_a_time:
             attendant.raise_fault()
-            with attendant.lock:
-                self._gate.check_update()
             settings = self._config.weights
             limit_s = settings.limit_s(timeout_s)
+            if self._gate.awaits_weights:
+                self._wait_for_what_is_ahead(limit_s, attendant, taker)
+            with attendant.lock:
+                taker.count()
+                self._gate.check_update()
             self._wait_for_pins(limit_s, attendant)
-            with stage(source, dtype=settings.dtype, rename=settings.rename) as staged:
-                version = self._push(staged.fd, limit_s, attendant)
+            spare, self._spare = self._spare, None
+            staged = stage(source, dtype=settings.dtype, rename=settings.rename, spare=spare)
+            try:
+                version = self._push(staged, limit_s, attendant)
                 if settings.keep_versions:
                     keep(staged, Path(self._config.run_dir or ""), version, settings.keep_versions)
-                return version
+            except WeightUpdateFailed:
+                self._spare = staged  # answered: whoever still reads it is being killed
+                raise
+            except BaseException:
+                staged.close()  # perhaps the keeper has it
+                raise
+            self._good, self._spare = staged, self._good
+            if not self._transport.holds_memory:
+                self._let_memory_go()
+            return version
+
+    def close(self) -> None:
+        """Give up the memory of the copies, and what the transport holds. The keeper has its own hold on the last good one."""
+        self._transport.close()
+        self._let_memory_go()
+
+    def _let_memory_go(self) -> None:
+        for staged in (self._good, self._spare):
+            if staged is not None:
+                staged.close()
+        self._good = self._spare = None
 
     @contextlib.contextmanager
     def pinned(self, timeout_s: float | None, attendant: Attendant) -> Iterator[None]:
@@ -113,6 +148,23 @@ class Updates:
             self._pins.discard(pin)
             attendant.tell_news()
 
+    def _wait_for_what_is_ahead(self, limit_s: float, attendant: Attendant, taker: Taker) -> None:
+        """Until the groups are finished that the trainer before this one had admitted beyond this one's gate."""
+        deadline = time.monotonic() + limit_s
+
+        def ahead() -> list[int]:
+            with attendant.lock:
+                return taker.unfinished_ahead(attendant.segment)
+
+        def check_time() -> None:
+            if time.monotonic() > deadline:
+                raise GetTimeout(
+                    f"update_weights: tickets {ahead()}, admitted by the trainer before this one, are not finished after {limit_s:g} s, and with "
+                    f"these weights they would break max_lag; {describe_workers(attendant.segment, attendant.states)}"
+                )
+
+        attendant.wait_news(lambda: not ahead(), check_time)
+
     def _wait_for_pins(self, limit_s: float, attendant: Attendant) -> None:
         deadline = time.monotonic() + limit_s
 
@@ -125,7 +177,7 @@ class Updates:
         if self._pins:
             attendant.wait_news(lambda: not self._pins, check_time)
 
-    def _push(self, fd: int, limit_s: float, attendant: Attendant) -> int:
+    def _push(self, staged: StagedWeights, limit_s: float, attendant: Attendant) -> int:
         def answered(version: int) -> bool:
             return version == 0 or (attendant.update_done is not None and attendant.update_done.version >= version)
 
@@ -136,9 +188,12 @@ class Updates:
             give_up("interrupted")
             attendant.wait_news(lambda: answered(self._unanswered), lambda: None)
         version = self.mint()
+        carriage = self._transport.prepare(staged, version, attendant.states)
+        applied = False
         deadline = time.monotonic() + limit_s
 
-        def check_time() -> None:
+        def check() -> None:
+            carriage.look(attendant.states)
             if time.monotonic() > deadline:
                 give_up(f"not applied by all workers within {limit_s:g} s")
 
@@ -149,14 +204,19 @@ class Updates:
                 pause=self._config.weights.pause,
                 updates_before=self.updates,
                 updates_after=self.updates + (not self._gate.awaits_weights),
+                route=carriage.route,
             )
-            attendant.send(update, [fd])
-            attendant.wait_news(lambda: answered(version), check_time)
+            attendant.send(update, [carriage.fd])
+            carriage.depart()
+            attendant.wait_news(lambda: answered(version), check)
+            done = attendant.update_done
+            assert done is not None
+            applied = not done.failures
         except BaseException:
             give_up("interrupted")
             raise
-        done = attendant.update_done
-        assert done is not None
+        finally:
+            carriage.end(applied)
         if done.failures:
             first = done.failures[0]
             raise WeightUpdateFailed(
@@ -191,6 +251,7 @@ class _Attempt(msgspec.Struct):
     awaiting: set[int]
     applied: set[int]
     failures: list[messages.Applied]
+    route: Route | None
 
 
 class WeightSync:
@@ -208,11 +269,16 @@ class WeightSync:
     def begin(self, message: messages.Update, fd: int) -> None:
         """Send a new copy to every worker that runs. Owns the descriptor."""
         assert self._attempt is None, "the trainer sends one update at a time"
-        self._attempt = _Attempt(message.version, message.pause, message.updates_after, fd, set(), set(), [])
+        told = [worker for worker in self._keeper.workers if worker.state in ("ready", "syncing")]
+        route = message.route
+        if route is not None and any(route.to(worker.index, worker.restarts) is None for worker in told):
+            route = None  # one that the trainer did not know of
+        if route is not None and len(told) < len(route.first_ranks):
+            route = None  # one has died: the others would wait for it
+        self._attempt = _Attempt(message.version, message.pause, message.updates_after, fd, set(), set(), [], route)
         self.updates[message.version] = message.updates_before
-        for worker in self._keeper.workers:
-            if worker.state in ("ready", "syncing"):
-                self._send_newest(worker)
+        for worker in told:
+            self._send_newest(worker)
         self._maybe_end()
 
     def bring_up_to_date(self, worker: Worker) -> None:
@@ -269,7 +335,8 @@ class WeightSync:
         """The copy under way, else the last good one."""
         if (attempt := self._attempt) is not None:
             attempt.awaiting.add(worker.index)
-            worker.send(messages.Update(version=attempt.version, pause=attempt.pause), [attempt.fd])
+            route = attempt.route.to(worker.index, worker.restarts) if attempt.route is not None else None
+            worker.send(messages.Update(version=attempt.version, pause=attempt.pause, route=route), [attempt.fd])
         elif self._good is not None:
             worker.send(messages.Update(version=self._good[0], pause="retract"), [self._good[1]])
 

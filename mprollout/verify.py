@@ -26,7 +26,7 @@ from mprollout import record
 from mprollout.batch import Group, Sample
 from mprollout.errors import ConfigError
 from mprollout.schema import Sampled
-from mprollout.weights import WEIGHTS_FOLDER
+from mprollout.weight_files import WEIGHTS_FOLDER
 
 if TYPE_CHECKING:
     import torch

@@ -331,7 +331,7 @@ class RolloutWorker:
                     # Not before the file is read: what begins meanwhile is aborted, too.
                     self._sampler.updates_seen += 1
                     async with asyncio.timeout(self._config.weights.timeout_s):
-                        await self._generator.update_weights(staged, message.version, message.pause)
+                        await self._generator.update_weights(staged, message.version, message.pause, message.route)
                 finally:
                     staged.close()
             except Exception as caught:

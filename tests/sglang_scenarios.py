@@ -25,7 +25,8 @@ from mprollout.rollout import Session, single_turn
 from mprollout.sampler import Attempt, Sampler
 from mprollout.sglang_generator import SGLangGenerator
 from mprollout.source import Prompt
-from mprollout.weights import StagedWeights, stage
+from mprollout.staging import stage
+from mprollout.weights import StagedWeights
 
 _counter = iter(range(10**9))
 

@@ -95,7 +95,7 @@ def test_an_update_interrupted_at_any_line_leaves_the_engine_able_to_update_and_
         wrong: list[str] = []
         thread = threading.Thread(target=answer_updates, args=(on.keeper, wrong), daemon=True)
         thread.start()
-        interrupter, places, last = Interrupter(spare=("weights.py", "ring.py")), set(), 0
+        interrupter, places, last = Interrupter(spare=("staging.py", "weights.py", "ring.py")), set(), 0
         for k in itertools.count(1):
             done = None
             with contextlib.suppress(KeyboardInterrupt):

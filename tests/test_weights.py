@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from mprollout.errors import MemoryBudgetError
-from mprollout.weights import StagedWeights, check_parameters, checkpoint_shapes, stage
+from mprollout.staging import stage
+from mprollout.weight_files import checkpoint_shapes
+from mprollout.weights import SEALS, StagedWeights, check_parameters
 
 torch = pytest.importorskip("torch")
 
@@ -88,7 +90,7 @@ import os, sys
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from mprollout.weights import join_gathering, stage
+from mprollout.staging import join_gathering, stage
 
 rank = int(os.environ["RANK"])
 mesh = init_device_mesh("cpu", (2,))
@@ -218,7 +220,7 @@ def _forged(change: object) -> int:
         content = bytearray(os.pread(weights.fd, 1 << 20, 0))
     fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
     os.write(fd, change(content))  # type: ignore[operator]
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 15)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     return fd
 
 
@@ -274,6 +276,6 @@ def test_what_is_no_set_of_tensors_is_named(source: object, message: str) -> Non
 def test_a_copy_beyond_the_memory_that_is_left_is_refused_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mprollout.weights.memory_limit", lambda: (4096, "memory.max = 8,192 bytes"))
+    monkeypatch.setattr("mprollout.staging.memory_limit", lambda: (4096, "memory.max = 8,192 bytes"))
     with pytest.raises(MemoryBudgetError, match=r"'big' brings .* only 4,096 were left \(memory.max = 8,192 bytes\)"):
         stage({"small": torch.zeros(16), "big": torch.zeros(4096)})
