@@ -96,6 +96,11 @@ class Results:
         values = [number(row) for row in self.find(test) if row.get("foreign", 0) <= self.foreign]
         return max(values) if values and len(values) == len(self.find(test)) else None
 
+    def update(self, transport: str, size: int, memory: str) -> Value:
+        """Time of a weight update as a multiple of a memcpy's into `new` or `warm` memory."""
+        where = {"transport": transport, "size": size}
+        return self.median(lambda a, b: a["seconds"] / b[memory], "update", **where)
+
     def idle(self, who: str) -> Value:
         shares = [row["share"][who] for row in self.find("idle")]
         return max(shares) if shares else None
@@ -254,6 +259,13 @@ GOALS = (
         lambda r, _: r.engine("get", lambda row: row["late"] / row["early"]),
         placed=False,
     ),
+    Goal(
+        "update of 2 GiB by shm vs memcpy into new memory",
+        "<=",
+        1.5,
+        lambda r, _: r.update("shm", 2048 * KIB * KIB, "new"),
+        placed=False,
+    ),
     Goal("cost at 65,536 slots vs 16", "<=", 1.25, lambda results, _: results.growth("capacity"), placed=False),
     Goal("cost at 64 workers vs 1", "<=", 1.25, lambda results, _: results.growth("attached"), placed=False),
 )
@@ -361,6 +373,18 @@ def engine(results: Results) -> str:
     return table(("what", "measured"), rows)
 
 
+def updates(results: Results) -> str:
+    rows = []
+    for row in results.find("update"):
+        seconds = results.side(row, "ours", "seconds")
+        about = row["transport"], size_name(row["size"])
+        ratios = (number(results.update(row["transport"], row["size"], memory)) for memory in ("new", "warm"))
+        milli = (number(None if value is None else value * 1e3) for value in (seconds, row["first"]))
+        speed = number(None if seconds is None else row["size"] / seconds / 1e9)
+        rows.append((*about, *milli, f"{speed} GB/s", *ratios))
+    return table(("transport", "size", "ms", "the first, ms", "that is", "vs new memory", "vs warm memory"), rows)
+
+
 def report(results: Results) -> str:
     machine = results.run["machine_info"]
     compared = [row for row in results.rows if "rounds" in row]
@@ -388,6 +412,7 @@ def report(results: Results) -> str:
         "\nWhat the machine allows\n", limits(results),
         "\nThe ring's calls alone, in one process\n", calls(results),
         "\nThe whole engine, simulated generator\n", engine(results),
+        "\nWeight updates, one simulated worker: ratio = times a memcpy of the same bytes\n", updates(results),
         "\nIdle engine, share of a core\n",
         table(("state", "trainer", "worker"), [
             (row["state"], *(f"{row['share'][who]:.2%}" for who in ("trainer", "worker")))

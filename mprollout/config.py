@@ -118,8 +118,19 @@ class SGLangConfig(_Config, frozen=True, kw_only=True, tag_field="backend", tag=
     dtype: str = "auto"
     engine_args: dict[str, Any] = {}
     """Passed to `sglang.Engine` as they are, over mprollout's own choices."""
+    adapter: dict[str, Any] | None = None
+    """The policy is a LoRA adapter over the model: PEFT's `adapter_config` (`r`, `lora_alpha`, `target_modules`: a list of names, ...).
+    `update_weights` then takes the adapter's tensors, as `peft.get_peft_model_state_dict` names them, and before the first one the policy is the model."""
 
     def _check(self) -> None:
+        if self.adapter is not None:
+            targets = self.adapter.get("target_modules")
+            named = isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
+            self._require(
+                "adapter",
+                isinstance(self.adapter.get("r"), int) and named,
+                "with `r`, an integer, and `target_modules`, a list of names",
+            )
         if self.engine_args.get("dp_size", 1) != 1:
             raise ConfigError(
                 f"SGLangConfig.engine_args: dp_size={self.engine_args['dp_size']!r} is refused: SGLang takes no new weights into data-parallel "
@@ -541,6 +552,10 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
                 'WeightsConfig.transport="disk" needs EngineConfig.run_dir, where the file is written; got None'
             )
         if isinstance(self.generator, SGLangConfig):
+            if self.generator.adapter is not None and self.weights.transport in ("ipc", "distributed"):
+                raise ConfigError(
+                    f"WeightsConfig.transport={self.weights.transport!r} carries a model's weights; for SGLangConfig.adapter use shm or disk"
+                )
             for worker, devices in enumerate(self.workers.devices):
                 asked = self.generator.engine_args.get("tp_size")
                 if asked is not None and devices != "cpu" and asked != len(self.gpus(worker)):

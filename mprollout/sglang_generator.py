@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mprollout import _native
+from mprollout.adapters import Adapters, adapter_shapes, engine_args
 from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
 from mprollout.loading import LOADER, orders
 from mprollout.orphans import patch_spawn
 from mprollout.route import HOST
 from mprollout.sglang_setup import (
+    bind_ranks,
     check_folder,
     checkpoint_folder,
     ignore,
@@ -85,6 +87,7 @@ class SGLangGenerator(Generator):
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._asleep: set[str] = set()
         self._group: str | None = None
+        self._adapters: Adapters | None = None
         self._updating = asyncio.Lock()
         self._open = asyncio.Event()
         self._broken: str | None = None
@@ -107,6 +110,7 @@ class SGLangGenerator(Generator):
         if self._device == "cpu":
             # Two engines on two cores are five times faster so than with torch's default.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+            bind_ranks(self._config.engine_args.get("tp_size", 1))
             install_standins()
         os.environ.setdefault("TQDM_DISABLE", "1")
         with our_logging_and_policy():
@@ -129,6 +133,9 @@ class SGLangGenerator(Generator):
             manager.tokenizer or load_tokenizer(self._engine.server_args.tokenizer_path)
         )
         self._expect_parameters(checkpoint_folder(self._config.model))
+        if (adapter := self._config.adapter) is not None:
+            self._adapters = Adapters(adapter, manager, self._io, self._engine.server_args.tp_size)
+            self._expected, self._optional = adapter_shapes(adapter, self._expected), set()
         self._open.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -151,11 +158,15 @@ class SGLangGenerator(Generator):
                 return Generation(token_ids=[], logprobs=[], finish_reason="abort", versions=[])
         running = self._running[rid] = _Running(asyncio.current_task())  # type: ignore[arg-type]
         try:
-            answers = [answer async for answer in self._manager.generate_request(self._engine_request(request), None)]
+            with (
+                self._adapters.serving() if self._adapters else contextlib.nullcontext((None, None)) as (version, name)
+            ):
+                asked = self._engine_request(request, name)
+                answers = [answer async for answer in self._manager.generate_request(asked, None)]
         finally:
             del self._running[rid]
             running.ended.set_result(None)
-        return _generation(answers[-1], running.in_place)
+        return _generation(answers[-1], version, running.in_place)
 
     async def abort(self, request_id: str | None = None) -> None:
         self._let_go(aborted=True, request_id=request_id)
@@ -167,6 +178,8 @@ class SGLangGenerator(Generator):
         self, weights: StagedWeights, version: int, pause: PauseMode, route: Route | None = None
     ) -> None:
         """See `Generator.update_weights`. `retract` and `abort` flush the prefix cache; `in_place` keeps it and the running KV entries.
+
+        With `SGLangConfig.adapter` the tensors are an adapter's: requests that run go on with theirs (`abort`: end), so nothing is paused.
 
         Raises:
             ValueError: the names or shapes are not the engine's; nothing was touched.
@@ -184,9 +197,12 @@ class SGLangGenerator(Generator):
             try:
                 if pause == "abort":
                     await self._end_running()
-                await self._pause("in_place" if pause == "in_place" else "retract")
-                touched = True
-                await self._load(weights, version, route, flush=pause != "in_place")
+                if self._adapters is not None:
+                    await self._within(_LOAD_TIMEOUT_S, "load", self._adapters.load(weights, version))
+                else:
+                    await self._pause("in_place" if pause == "in_place" else "retract")
+                    touched = True
+                    await self._load(weights, version, route, flush=pause != "in_place")
                 self.version, touched = version, False
                 if pause == "in_place":
                     for running in self._running.values():
@@ -248,6 +264,8 @@ class SGLangGenerator(Generator):
 
         atexit.unregister(engine.shutdown)  # it would kill every child of this process, the reward pool's too
         self._receiver.cancel()
+        if self._adapters is not None:
+            self._adapters.close()
         for running in self._running.values():
             running.task.cancel()
         self._let_go(aborted=True)
@@ -296,6 +314,8 @@ class SGLangGenerator(Generator):
                 args["dtype"] = "float32"
         else:
             args["tp_size"] = len(self._devices)
+        if self._config.adapter is not None:
+            args |= engine_args(self._config.adapter, self._device)
         return args | given | {"custom_weight_loader": [*given.get("custom_weight_loader", ()), LOADER]}
 
     def _expect_parameters(self, folder: Path | None) -> None:
@@ -312,7 +332,7 @@ class SGLangGenerator(Generator):
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
-    def _engine_request(self, request: GenerateRequest) -> Any:
+    def _engine_request(self, request: GenerateRequest, adapter: str | None) -> Any:
         sampling = request.sampling
         return self._io.GenerateReqInput(
             input_ids=request.prompt_ids,
@@ -320,6 +340,7 @@ class SGLangGenerator(Generator):
             return_logprob=True,
             logprob_start_len=-1,
             return_sampling_mask=sampling.bounded_support,  # its logprobs are those within what top-k, top-p and min-p keep
+            lora_path=adapter,
             extra_key=f"version {self.version}",
             sampling_params={
                 "max_new_tokens": request.max_new_tokens,
@@ -472,7 +493,8 @@ def _engine_rid(request_id: str) -> str:
     return request_id + "\n"
 
 
-def _generation(answer: dict[str, Any], in_place: set[int]) -> Generation:
+def _generation(answer: dict[str, Any], version: int | None, in_place: set[int]) -> Generation:
+    """`version`: of all tokens; None: SGLang's spans say it. `in_place`: versions whose tokens rest on older key-value entries."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     token_ids = list(answer["output_ids"])
@@ -484,7 +506,12 @@ def _generation(answer: dict[str, Any], in_place: set[int]) -> Generation:
         logprobs=logprobs,
         finish_reason=reason["type"],
         versions=[
-            VersionSpan(int(span["version"]), span["start"], span["end"], int(span["version"]) in in_place)
+            VersionSpan(
+                int(span["version"]) if version is None else version,
+                span["start"],
+                span["end"],
+                int(span["version"]) in in_place,
+            )
             for span in meta.get("weight_versions", ())
             if span["end"] > span["start"]
         ],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -59,6 +60,14 @@ def _no_named_semaphore() -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     tqdm.set_lock(threading.RLock())
+
+
+def bind_ranks(ranks: int) -> None:
+    """Say which CPUs each tensor-parallel rank has: SGLang asks for that where there are more ranks than NUMA nodes."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if ranks > 1:
+        own = [",".join(map(str, cpus[rank::ranks] or cpus)) for rank in range(ranks)]
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(own))
 
 
 def install_standins() -> None:

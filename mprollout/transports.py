@@ -121,7 +121,7 @@ class Collective(Transport):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._group: _Group | None = None
+        self._group: Group | None = None
 
     def prepare(self, staged: StagedWeights, version: int, states: States) -> Carriage:
         buckets = staged.buckets(self._config.weights.bucket_bytes)
@@ -132,8 +132,8 @@ class Collective(Transport):
         if not workers:
             return Carriage(staged.fd)  # whoever starts gets the staged copy
         if self._group is None:
-            self._group = _Group(self._config, workers, largest)
-        return _Sending(staged, buckets, self._group, version)
+            self._group = Group(self._config, workers, largest)
+        return Sending(staged, buckets, self._group, version)
 
     def close(self) -> None:
         if self._group is not None:
@@ -141,8 +141,8 @@ class Collective(Transport):
             self._group = None
 
 
-class _Group:
-    """Trainer and engine processes, for as long as the workers are the same incarnations."""
+class Group:
+    """Trainer and engine processes, for as long as the workers are the same incarnations. A broken one is not used again."""
 
     def __init__(self, config: EngineConfig, workers: dict[int, int], largest: int) -> None:
         """`workers`: restarts by worker; `largest`: bytes of a bucket."""
@@ -240,40 +240,44 @@ class _Group:
             buffer.close()
 
 
-class _Sending(Carriage):
-    """An update whose buckets a thread sends."""
+class Sending(Carriage):
+    """An update whose buckets a thread sends.
 
-    def __init__(self, staged: StagedWeights, buckets: list[Bucket], group: _Group, version: int) -> None:
+    Attributes:
+        why: when its group is broken, by what.
+    """
+
+    def __init__(self, staged: StagedWeights, buckets: list[Bucket], group: Group, version: int) -> None:
         super().__init__(staged.fd, group.route)
-        self._staged, self._buckets, self._group, self._version = staged, buckets, group, version
-        self._why = "a worker has gone, or has come"
+        self._staged, self._buckets, self.group, self._version = staged, buckets, group, version
+        self.why = "a worker has gone, or has come"
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._send, name="mprollout-weights", daemon=True)
 
     def _send(self) -> None:
         try:
-            self._group.carry(self._staged, self._buckets)
+            self.group.carry(self._staged, self._buckets)
         except Exception as error:
-            self._why = f"{type(error).__name__}: {error}"
-            self._group.break_up()  # the others wait for the next bucket
+            self.why = f"{type(error).__name__}: {error}"
+            self.group.break_up()  # the others wait for the next bucket
 
     def depart(self) -> None:
         self._thread.start()
 
     def look(self, states: States) -> None:
-        if not self._group.broken and _ready(states) | self._group.workers != _ready(states):
-            self._group.give_up()
+        if not self.group.broken and _ready(states) | self.group.workers != _ready(states):
+            self.group.give_up()
 
     def end(self, applied: bool) -> None:
         if self._thread.ident is not None:
             self._thread.join(_LAST_WORD_S if applied else 0)
             if self._thread.is_alive():
-                self._group.give_up()
+                self.group.give_up()
                 self._thread.join(_LAST_WORD_S)
-        if self._group.broken and applied:
-            log.warning("update %d: its route broke, the workers took the staged copy: %s", self._version, self._why)
-        elif self._group.broken:
-            log.info("update %d: its route was broken up: %s", self._version, self._why)
+        if self.group.broken and applied:
+            log.warning("update %d: its route broke, the workers took the staged copy: %s", self._version, self.why)
+        elif self.group.broken:
+            log.info("update %d: its route was broken up: %s", self._version, self.why)
         else:
             took_s = time.monotonic() - self._began
             log.info("update %d: %d buckets in %.2f s", self._version, len(self._buckets), took_s)

@@ -73,6 +73,51 @@ async def update(generator: SGLangGenerator, seed: int, version: int, pause: str
         return time.monotonic() - start
 
 
+async def update_from(generator: SGLangGenerator, pid: int, fd: int, route: Any, version: int, pause: str) -> float:
+    """Seconds; the trainer is process `pid`, its staged copy that descriptor of it."""
+    with StagedWeights.open(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)) as staged:
+        start = time.monotonic()
+        await generator.update_weights(staged, version, pause, route)  # type: ignore[arg-type]
+        return time.monotonic() - start
+
+
+def adapter(version: int, r: int, target_modules: list[str]) -> dict[str, Any]:
+    """A LoRA adapter of the tiny model; another version has other weights."""
+    import torch
+    from tiny_model import tiny_qwen2
+
+    generator = torch.Generator().manual_seed(version)
+    tensors = {}
+    for name, parameter in tiny_qwen2(0).named_parameters():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in target_modules:
+            outputs, inputs = parameter.shape
+            tensors[f"base_model.model.{module}.lora_A.weight"] = 0.1 * torch.randn(r, inputs, generator=generator)
+            tensors[f"base_model.model.{module}.lora_B.weight"] = 0.1 * torch.randn(outputs, r, generator=generator)
+    return tensors
+
+
+async def update_adapter_while_running(
+    generator: SGLangGenerator, prompt: list[int], version: int, r: int, target_modules: list[str], lora_alpha: int
+) -> list[dict[str, Any]]:
+    """[a request that the update met, one after it, of the same prompt]."""
+    running = asyncio.create_task(generator.generate(request(prompt, 400, ignore_eos=True)))
+    await asyncio.sleep(0.2)
+    with stage(adapter(version, r, target_modules)) as staged:
+        await generator.update_weights(staged, version, "retract")
+    after = await generator.generate(request(prompt, 16, ignore_eos=True))
+    assert not running.done()
+    return [plain(await running), plain(after)]
+
+
+async def adapters_loaded(generator: SGLangGenerator) -> list[str]:
+    """Names of the adapters that SGLang has, when those that nobody uses any more are gone."""
+    adapters = generator._adapters
+    assert adapters is not None
+    await asyncio.gather(*adapters._unloading)
+    return sorted(generator._manager.lora_registry.get_all_adapters())
+
+
 async def update_while_running(
     generator: SGLangGenerator,
     prompts: list[list[int]],
@@ -298,15 +343,15 @@ def _on_sigterm(signum: int, frame: Any) -> None:
     os._exit(3)
 
 
-def serve(pipe: Connection, model: str) -> None:
+def serve(pipe: Connection, config: SGLangConfig) -> None:
     """Main function of the process: answers (scenario, arguments) with (result, None) or (None, error)."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     logging.getLogger().addHandler(logging.NullHandler())
-    asyncio.run(_serve(pipe, model))
+    asyncio.run(_serve(pipe, config))
 
 
-async def _serve(pipe: Connection, model: str) -> None:
-    generator = SGLangGenerator(SGLangConfig(model=model), devices=["cpu"], max_running_samples=32, seed=1)
+async def _serve(pipe: Connection, config: SGLangConfig) -> None:
+    generator = SGLangGenerator(config, devices=["cpu"], max_running_samples=32, seed=1)
     try:
         try:
             await generator.start()

@@ -6,8 +6,10 @@ One engine, in a spawned process (`sglang_scenarios.serve`), serves the whole fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ from conftest import session_processes
 from rigs import Rig
 from tiny_model import make_tiny_model, tiny_qwen2
 
+import mprollout as mp
+from mprollout import messages
 from mprollout.batch import Batch
 from mprollout.config import SGLangConfig
 from mprollout.generator import VersionSpan
@@ -29,7 +33,8 @@ from mprollout.ring import RolledSample, encode_group
 from mprollout.schema import Meta, Sampled, schema_bytes
 from mprollout.sglang_generator import SGLangGenerator
 from mprollout.verify import VerifyArgs, run_verify
-from mprollout.weights import check_parameters
+from mprollout.transports import Group, Sending, make_transport
+from mprollout.weights import Bucket, StagedWeights, check_parameters
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
@@ -48,16 +53,23 @@ TOLERANCE = 1e-4
 class Server:
     """The process with the engine."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **changes: Any) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=sglang_scenarios.serve, args=(theirs, str(model)))
+        config = SGLangConfig(model=str(model), **changes)
+        self.process = context.Process(target=sglang_scenarios.serve, args=(theirs, config))
         self.process.start()
         theirs.close()
         self.version, self.seed = 0, 0
 
     def ask(self, scenario: str, **arguments: Any) -> Any:
+        self.tell(scenario, **arguments)
+        return self.hear(scenario)
+
+    def tell(self, scenario: str, **arguments: Any) -> None:
         self.pipe.send((scenario, arguments))
+
+    def hear(self, scenario: str) -> Any:
         assert self.pipe.poll(100), f"{scenario} took more than 100 s"
         result, error = self.pipe.recv()
         if error is not None:
@@ -74,15 +86,23 @@ class Server:
         self.process.join(10)
 
 
+@contextlib.contextmanager
+def serving(model: Path, **changes: Any) -> Iterator[Server]:
+    server = Server(model, **changes)
+    session_processes.add(server.process.pid or 0)
+    try:
+        assert server.pipe.poll(240), "the engine did not start within 240 s"
+        assert server.pipe.recv() == ("started", None)
+        yield server
+    finally:
+        server.kill()
+        session_processes.discard(server.process.pid or 0)
+
+
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, private_tmp: Path) -> Iterator[Server]:
-    server = Server(tiny_model)
-    session_processes.add(server.process.pid or 0)
-    assert server.pipe.poll(240), "the engine did not start within 240 s"
-    assert server.pipe.recv() == ("started", None)
-    yield server
-    server.kill()
-    session_processes.discard(server.process.pid or 0)
+    with serving(tiny_model) as server:
+        yield server
 
 
 def reference_logits(seed: int, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
@@ -473,6 +493,195 @@ def record_groups(
         recorder = Recorder(folder, (), {"model": str(model)}, max_bytes=1 << 30)
         recorder.add(batch, 0)
         recorder.close()
+
+
+@slow
+def test_abort_returns_the_partial_and_spares_others(server: Server) -> None:
+    took_s, (aborted, other) = server.ask("abort_one", prompt=PROMPTS[0])
+    assert took_s < 2
+    assert aborted["finish_reason"] == "abort"
+    assert 0 < len(aborted["token_ids"]) < 400
+    assert_logprobs(aborted, {server.version: server.seed}, PROMPTS[0])
+    assert other["finish_reason"] == "length"
+    assert len(other["token_ids"]) == 400
+
+
+@slow
+def test_sleep_keeps_running_requests_and_obeys_aborts(server: Server) -> None:
+    running, waiting, survivor = server.ask("abort_in_sleep", prompt=PROMPTS[0])
+    assert running["finish_reason"] == waiting["finish_reason"] == "abort"
+    assert waiting["token_ids"] == []
+    assert_logprobs(running, {server.version: server.seed}, PROMPTS[0])
+    assert survivor["finish_reason"] == "length"
+    assert len(survivor["token_ids"]) == 300
+    assert_logprobs(survivor, {server.version: server.seed}, PROMPTS[0])
+
+
+@slow
+def test_cancelled_call_aborts_the_request(server: Server) -> None:
+    held, (answer,) = server.ask("cancel_then_ask", prompt=PROMPTS[0])
+    assert held == 0
+    assert len(answer["token_ids"]) == 4
+
+
+@slow
+def test_death_of_the_detokenizer_in_an_update_is_loud_at_once(server: Server) -> None:
+    took_s, update_said, check_said, waits = server.ask("detokenizer_dies_in_update", prompt=PROMPTS[0])
+    assert took_s < 5
+    assert "SGLang's detokenizer (pid" in update_said
+    assert "ended with exit code -9" in update_said
+    assert check_said == update_said
+    assert waits, "a request on a broken engine must wait for the worker's end"
+
+
+@slow
+def test_kill_at_work_leaves_nothing(server: Server) -> None:
+    """sglang#23627: the scheduler still holds requests."""
+    children = _children(psutil.Process(server.process.pid))
+    assert children
+    server.kill()
+    _assert_gone(children)
+
+
+def _children(worker: psutil.Process) -> list[psutil.Process]:
+    """The engine's processes; the resource tracker ends by itself."""
+    found = []
+    for child in worker.children(recursive=True):
+        try:
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _assert_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 10
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"still alive 10 s after the kill: {alive}"
+        time.sleep(0.05)
+
+
+class Trainer:
+    """The other end of a transport, for the engine of a `Server`."""
+
+    def __init__(self, folder: Path, transport: str, ranks: int = 1) -> None:
+        config = mp.EngineConfig(
+            source=mp.SourceConfig(rows=[{"prompt": "x"}]),
+            generator=SGLangConfig(model=str(folder), engine_args={"tp_size": ranks}),
+            reward=mp.RewardConfig("exact"),
+            workers=mp.WorkerConfig(devices=["cpu"]),
+            weights=mp.WeightsConfig(transport=transport, bucket_bytes=1 << 16),  # type: ignore[arg-type]
+            run_dir=str(folder),
+        )
+        self.transport = make_transport(config)
+
+    def update(self, server: Server, pause: str = "retract") -> str | None:
+        """Push the next version. Why its route broke; None: it did not, or there is none."""
+        new = server.next_version()
+        with sglang_scenarios.weights(new["seed"]) as staged:
+            ready = {0: messages.WorkerState(worker=0, pid=server.process.pid or 0, state="ready")}
+            carriage = self.transport.prepare(staged, new["version"], ready)
+            route = carriage.route.to(0, 0) if carriage.route is not None else None
+            fd = {"pid": os.getpid(), "fd": carriage.fd}
+            server.tell("update_from", **fd, route=route, version=new["version"], pause=pause)
+            try:
+                carriage.depart()
+                server.hear("update_from")
+            finally:
+                carriage.end(applied=True)
+        broken = isinstance(carriage, Sending) and carriage.group.broken
+        return carriage.why if broken else None
+
+
+@slow
+@pytest.mark.parametrize("transport", ["disk", "ipc", "distributed"])
+def test_each_transport_brings_the_weights_and_a_broken_route_leaves_no_mixed_ones(
+    server: Server, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C46: the trainer fails at the third bucket of many, when two of them are loaded; then the group is made anew."""
+    trainer = Trainer(tmp_path, transport)
+    routed = transport != "disk"
+
+    def check() -> None:
+        (answer,) = server.ask("generate", prompts=PROMPTS[:1], n=16, ignore_eos=True)
+        assert answer["versions"] == [(server.version, 0, 16, False)]
+        assert_logprobs(answer, {server.version: server.seed}, PROMPTS[0])
+
+    try:
+        assert trainer.update(server) is None
+        check()
+        if routed:
+            filled: list[Bucket] = []
+
+            def fail_at_the_third(group: Any, staged: StagedWeights, bucket: Bucket) -> torch.Tensor:
+                filled.append(bucket)
+                if len(filled) == 3:
+                    raise ConnectionError("the trainer's GPU is gone")
+                return fill(group, staged, bucket)
+
+            with monkeypatch.context() as patched:
+                fill = Group._fill
+                patched.setattr(Group, "_fill", fail_at_the_third)
+                assert "the trainer's GPU is gone" in (trainer.update(server) or "")
+            check()
+        assert trainer.update(server) is None
+        check()
+    finally:
+        trainer.transport.close()
+
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS}
+
+
+@slow
+def test_tensor_parallel_ranks_each_take_their_slices(tiny_model: Path, tmp_path: Path) -> None:
+    """Two ranks on the CPU: one payload a rank, from the staged copy and over a route in which each is a rank of its own."""
+    with serving(tiny_model, engine_args={"tp_size": 2}) as server:
+        for transport in ("shm", "distributed", "ipc"):
+            trainer = Trainer(tmp_path, transport, ranks=2)
+            try:
+                assert trainer.update(server) is None
+            finally:
+                trainer.transport.close()
+            (answer,) = server.ask("generate", prompts=PROMPTS[:1], n=16, ignore_eos=True)
+            assert_logprobs(answer, {server.version: server.seed}, PROMPTS[0])
+
+
+@slow
+def test_adapters_are_updated_under_versions_of_their_own(tiny_model: Path) -> None:
+    """The policy is a LoRA adapter: the running request ends with the version it began with, the next ones and their prefixes have the new one."""
+    with serving(tiny_model, adapter=ADAPTER) as server:
+        with pytest.raises(ValueError, match=r"model\.norm\.weight is unknown to the engine"):
+            server.ask("update", seed=0, version=1, pause="retract")
+        answers = {0: server.ask("generate", prompts=PROMPTS[:1], n=16, ignore_eos=True)[0]}
+        for version in (1, 2, 3):
+            running, after = server.ask("update_adapter_while_running", prompt=PROMPTS[0], version=version, **ADAPTER)
+            assert running["versions"] == [(version - 1, 0, 400, False)] and after["versions"] == [
+                (version, 0, 16, False)
+            ]
+            answers[version] = after
+            for answer in (running, after):
+                ((stamped, _, end, _),) = answer["versions"]
+                expected = adapted_logprobs(stamped, PROMPTS[0], answer["token_ids"])
+                assert torch.allclose(torch.tensor(answer["logprobs"]), expected, atol=TOLERANCE), (version, end)
+        assert server.ask("adapters_loaded") == ["version 3"]
+
+
+def adapted_logprobs(version: int, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+    """Under the tiny model with that version's adapter merged into it (0: none)."""
+    model = tiny_qwen2(0)
+    if version:
+        adapter = sglang_scenarios.adapter(version, 4, TARGETS)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                module = f"base_model.model.{name.removesuffix('.weight')}"
+                if f"{module}.lora_A.weight" in adapter:
+                    parameter += 2 * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
 
 
 @slow

@@ -9,11 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from engines import TWO_WORKERS, config, drain, until
 
 import mprollout as mp
+from mprollout.loading import Order, orders
+from mprollout.route import Route
+from mprollout.staging import stage
+from mprollout.transports import Group
+from mprollout.weights import Bucket, StagedWeights
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,3 +68,91 @@ def test_a_source_that_raises_at_the_third_bucket_of_nine_leaves_every_worker_as
         assert sorted(drain(engine)) == list(range(60))
     sent = [record.message for record in caplog.records if "9 buckets in" in record.message]
     assert len(sent) == (2 if transport in ("ipc", "distributed") else 0), "the route carried what was whole"
+
+
+@pytest.mark.parametrize("transport", ["ipc", "distributed"])
+def test_a_worker_that_dies_between_two_buckets_takes_no_other_with_it(
+    transport: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other takes the staged copy in the same update, the dead one when it is back; the next update has a group of its own."""
+    with mp.RolloutEngine(engine_config(transport, tmp_path)) as engine:
+        fill, filled = Group._fill, []
+
+        def kill_one_at_the_third(group: Group, staged: StagedWeights, bucket: Bucket) -> torch.Tensor:
+            filled.append(bucket)
+            if len(filled) == 3:
+                os.kill(engine.stats().workers[1].pid, signal.SIGKILL)
+            return fill(group, staged, bucket)
+
+        monkeypatch.setattr(Group, "_fill", kill_one_at_the_third)
+        assert engine.update_weights(NINE) == 1
+        assert [record.message for record in caplog.records if "update 1: its route broke" in record.message]
+        assert versions(engine)[0] == 1 and engine.stats().workers[0].restarts == 0
+        until(
+            lambda: (engine.stats().workers[1].restarts, engine.stats().workers[1].state) == (1, "ready"), "it is back"
+        )
+        assert versions(engine) == [1, 1]
+        caplog.set_level(logging.INFO, "mprollout")
+        assert engine.update_weights(NINE) == 2 and versions(engine) == [2, 2]
+        assert any("update 2: 9 buckets" in record.message for record in caplog.records)
+
+
+def test_the_keeper_leaves_a_route_out_for_processes_that_were_not_counted_in() -> None:
+    route = Route(group="g", port=1, world_size=4, backend="gloo", bucket_bytes=1, first_ranks={0: (0, 1), 2: (3, 2)})
+    assert [(found.rank if (found := route.to(*worker)) else None) for worker in ((0, 0), (0, 1), (1, 0), (2, 3))] == [
+        1, None, None, 2
+    ]  # fmt: skip
+
+
+def test_each_tensor_parallel_rank_gets_a_payload_of_its_own() -> None:
+    route = Route(
+        group="g",
+        port=1,
+        world_size=4,
+        backend="gloo",
+        bucket_bytes=1,
+        first_ranks={1: (0, 2)},
+        rank=2,
+        buffers=[b"a", b"b", b"c"],
+    )
+    with stage(NINE) as staged:
+        made = [msgspec.json.decode(text, type=Order) for text in orders(staged, route, ranks=2)]
+        assert [order.rank for order in made] == [2, 3]
+        assert [order.route.buffers[order.rank - 1] for order in made if order.route] == [b"b", b"c"]
+        assert {order.path for order in made} == {f"/proc/{os.getpid()}/fd/{staged.fd}"}
+
+
+def test_gpus_become_ranks_in_the_order_of_the_devices() -> None:
+    workers = mp.WorkerConfig(devices=[[0, 1], [2, 3], 4, "cpu"])
+    settings = config(workers=workers)
+    assert [settings.gpus(worker) for worker in range(4)] == [[0, 1], [2, 3], [4], [None]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"generator": {"backend": "sglang", "model": "m", "engine_args": {"dp_size": 2}}}, "dp_size=2 is refused"),
+        ({"weights": {"transport": "disk"}}, "needs EngineConfig.run_dir"),
+        (
+            {
+                "generator": {"backend": "sglang", "model": "m", "engine_args": {"tp_size": 4}},
+                "workers": {"devices": [[0, 1]]},
+            },
+            r"tp_size=4 is not the 2 GPUs of WorkerConfig.devices\[0\]",
+        ),
+        (
+            {"generator": {"backend": "sglang", "model": "m", "adapter": {"r": 4}}},
+            "SGLangConfig.adapter must be with `r`, an integer, and `target_modules`",
+        ),
+        (
+            {
+                "generator": {"backend": "sglang", "model": "m", "adapter": {"r": 4, "target_modules": ["q_proj"]}},
+                "weights": {"transport": "ipc"},
+            },
+            "for SGLangConfig.adapter use shm or disk",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(mp.ConfigError, match=complaint):
+        config(**changes)

@@ -13,7 +13,7 @@ import pytest
 
 from mprollout.errors import MemoryBudgetError
 from mprollout.staging import stage
-from mprollout.weight_files import checkpoint_shapes
+from mprollout.weight_files import checkpoint_shapes, keep_last, write
 from mprollout.weights import SEALS, StagedWeights, check_parameters
 
 torch = pytest.importorskip("torch")
@@ -183,7 +183,7 @@ def test_tensors_stay_valid_after_close() -> None:
         tensor = dict(weights.tensors())["fp32"]
     assert torch.equal(tensor, state()["fp32"])
     with pytest.raises(ValueError, match="closed"):
-        next(weights.tensors())
+        weights.tensors()
 
 
 def test_checkpoint_folder(tiny_model: Path) -> None:
@@ -239,6 +239,80 @@ def test_damaged_memory_is_refused(change: object, complaint: str) -> None:
         StagedWeights.open(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)  # it was owned, and closed
+
+
+def test_memory_that_nobody_reads_any_more_is_used_again() -> None:
+    """A spare copy's file, where the new one fits; its stale bytes do not show, neither between the tensors nor behind the last."""
+    first = stage({"a": torch.ones(33), "b": torch.ones(1000), "c": torch.ones(3, dtype=torch.int8)})
+    inode = os.fstat(first.fd).st_ino
+    fits = {"x": torch.arange(5.0), "y": torch.arange(300.0), "z": torch.arange(5, dtype=torch.int8)}
+    second = stage(fits, spare=first)
+    assert os.fstat(second.fd).st_ino == inode
+    assert_whole(second, fits)
+    larger = {"w": torch.arange(20_000.0), "v": torch.arange(7)}
+    with stage(larger, spare=second) as third:
+        assert os.fstat(third.fd).st_ino != inode
+        assert_whole(third, larger)
+
+
+def assert_whole(staged: StagedWeights, given: dict[str, torch.Tensor]) -> None:
+    with StagedWeights.open(os.dup(staged.fd)) as opened:
+        assert {n: tensor.tolist() for n, tensor in opened.tensors()} == {
+            n: tensor.tolist() for n, tensor in given.items()
+        }
+        for bucket in opened.buckets(64):
+            bucket.check(opened.bytes(bucket.start, bucket.end))
+
+
+def test_a_source_that_raises_gives_the_spare_memory_up() -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(10)
+        raise ConnectionError
+
+    spare = stage({"a": torch.ones(1000)})
+    with pytest.raises(ConnectionError):
+        stage(stream(), spare=spare)
+    with pytest.raises(ValueError, match="closed"):
+        spare.tensors()
+
+
+def test_buckets_hold_whole_tensors_and_name_what_is_not_as_staged() -> None:
+    with stage(
+        {"a": torch.zeros(16), "b": torch.ones(16), "large": torch.ones(100), "c": torch.ones(3).half()}
+    ) as weights:
+        buckets = weights.buckets(128)
+        assert [list(bucket.entries) for bucket in buckets] == [["a", "b"], ["large"], ["c"]]
+        flat = weights.bytes(buckets[0].start, buckets[0].end).clone()
+        buckets[0].check(flat)
+        assert [(name, tensor.sum().item()) for name, tensor in buckets[0].views(flat)] == [("a", 0), ("b", 16)]
+        flat[70] ^= 1
+        with pytest.raises(
+            ValueError, match=r"'b': checksum 0x[0-9a-f]{16} expected, 0x[0-9a-f]{16} found in 64 bytes"
+        ):
+            buckets[0].check(flat)
+
+
+def test_a_file_on_disk_is_a_staged_copy_and_a_checkpoint(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    given = state()
+    with stage(given) as weights:
+        paths = [write(weights, tmp_path, version) for version in (8, 9, 10)]
+    loaded = load_file(paths[0])
+    with StagedWeights.open(os.open(paths[0], os.O_RDONLY)) as opened:
+        assert opened.shapes == {name: tuple(tensor.shape) for name, tensor in given.items()}
+        for name, tensor in opened.tensors():
+            assert torch.equal(tensor, given[name]) and torch.equal(loaded[name], given[name]), name
+    content = bytearray(paths[0].read_bytes())
+    content[-3] ^= 1
+    paths[0].write_bytes(content)
+    with pytest.raises(ValueError, match="checksum"):
+        StagedWeights.open(os.open(paths[0], os.O_RDONLY))
+    paths[0].write_bytes(b"no safetensors " * 9)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        StagedWeights.open(os.open(paths[0], os.O_RDONLY))
+    keep_last(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["10.safetensors", "9.safetensors"]
 
 
 def test_unsealed_memory_is_refused() -> None:
