@@ -13,13 +13,14 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprollout import weight_files
 from mprollout.errors import MemoryBudgetError
 from mprollout.limits import memory_limit
-from mprollout.weights import ALIGNMENT, ITEM_BYTES, PIECE_BYTES, SEALS, Entry, StagedWeights, checksum, ending
+from mprollout.weights import ALIGNMENT, ITEM_BYTES, PIECE_BYTES, SEALS, THREADS, Entry, StagedWeights, checksum, ending
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined]
@@ -99,6 +100,7 @@ class _Writer:
         self.entries: dict[str, Entry] = {}
         self._at = 0
         self._left, self._limit = memory_limit()
+        self._threads = ThreadPoolExecutor(THREADS)
         self._mapping: mmap.mmap | None = None
         if spare is not None and (mapping := spare.take_mapping()) is not None:
             self._fd, self._mapping = spare.fd, mapping
@@ -109,6 +111,7 @@ class _Writer:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._threads.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
         if self._mapping is not None:
@@ -149,20 +152,27 @@ class _Writer:
         """Write at the end; the checksum of what was written."""
         import numpy as np
 
-        total = 0
-        content = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
-            total += checksum(piece)
-            if self._mapping is not None:
-                np.copyto(np.frombuffer(self._mapping, np.uint8, len(piece), self._at), piece)
-                self._at += len(piece)
-                continue
-            left = memoryview(piece)  # type: ignore[arg-type]
+        nbytes = memoryview(data).nbytes
+        content = np.frombuffer(data, np.uint8) if nbytes else np.empty(0, np.uint8)
+        at, self._at = self._at, self._at + nbytes
+        if nbytes <= PIECE_BYTES:
+            return self._put(content, at)
+        pieces = range(0, nbytes, PIECE_BYTES)
+        return sum(self._threads.map(lambda i: self._put(content[i : i + PIECE_BYTES], at + i), pieces))
+
+    def _put(self, piece: Any, at: int) -> int:
+        """Write a piece, uint8 `[n]`, there; its checksum, while it is in the cache."""
+        import numpy as np
+
+        if self._mapping is not None:
+            if len(piece):
+                np.copyto(np.frombuffer(self._mapping, np.uint8, len(piece), at), piece)
+        else:
+            left = memoryview(piece)
             while left:
-                written = os.pwrite(self._fd, left, self._at)
-                self._at, left = self._at + written, left[written:]
-        return total
+                written = os.pwrite(self._fd, left, at)
+                at, left = at + written, left[written:]
+        return checksum(piece)
 
     def _outgrow(self) -> None:
         """More than the spare one holds: go on in a new file."""
