@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 MIB = 1 << 20
 SIZES = [1 * MIB] if SMOKE else [1 * MIB, 32 * MIB, 256 * MIB, 2048 * MIB]
 TENSOR_BYTES = 32 * MIB
-TRANSPORTS = ("shm", "disk", "ipc", "distributed")
+TRANSPORTS = ("shm", "disk") if SMOKE else ("shm", "disk", "ipc", "distributed")
 
 
 def state(size: int) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ class Worker:
         self.failed, self.kill_reason, self.served, self.innocent_tickets = None, "", False, False
         self.state, self.start_at = "starting", time.monotonic()
         words = segment.worker_words(self.index)
-        words[WorkerWord.PID], words[WorkerWord.RESTARTS] = self.pid, self.restarts
+        words[WorkerWord.PID], words[WorkerWord.RESTARTS], words[WorkerWord.VERSION] = self.pid, self.restarts, 0
         words[WorkerWord.HEARTBEAT_NS] = words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
         forget_running(words)
         blob = messages.blob(record.worker_record)

@@ -438,8 +438,9 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
 
     transport: Literal["shm", "ipc", "distributed", "disk"] = "shm"
     """`shm`: the engines map one staged copy in memory. `ipc`: buckets on a GPU that trainer and worker share. `distributed`: buckets broadcast by
-    NCCL (gloo on a CPU). `disk`: a safetensors file in `RUN/weights`, which holds no memory between updates. The first three keep the staged
-    copy in memory for workers that start again. ipc and distributed have not yet run on a GPU."""
+    NCCL (gloo on a CPU). `disk`: a safetensors file in `RUN/weights`, which holds no memory between updates. The first three hold two copies in
+    memory: the last good one, for workers that start again, and the one before, which the next update is written over. ipc and distributed have
+    not yet run on a GPU."""
     bucket_bytes: int = 512 << 20
     """Of `ipc` and `distributed`: what is sent at once, held once more on each GPU meanwhile."""
     pause: Literal["retract", "in_place", "abort"] = "retract"

@@ -40,6 +40,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     backend: str
     """`gloo` or `nccl`."""
+    timeout_s: float
+    """Of each step in the group."""
     bucket_bytes: int
     first_ranks: dict[int, tuple[int, int]]
     """By worker: its incarnation (restarts), and the rank of its first engine process."""
@@ -54,8 +56,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rank=rank) if incarnation == restarts else None
 
 
-def join(route: Route, rank: int, timeout_s: float) -> ProcessGroup:
-    """Become one of the group; the counterpart of what SGLang's `init_weights_update_group` does in its schedulers. Blocks until all have come.
+def join(route: Route, rank: int) -> ProcessGroup:
+    """Become one of the group. Blocks until all have come.
+
+    What SGLang's `init_weights_update_group` does, but for two things: there is a time limit, and the group can be left. SGLang's updater keeps
+    its reference, and with it the connections, so that the others would wait for ever for a rank that broke off (gloo closes with the last one).
 
     Raises:
         RuntimeError: the store was closed, or not all came in time.
@@ -63,7 +68,7 @@ def join(route: Route, rank: int, timeout_s: float) -> ProcessGroup:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=route.timeout_s)
     store = dist.TCPStore(HOST, route.port, route.world_size, False, timeout)  # type: ignore[attr-defined]
     # What init_process_group does, beside a default group that the process may have or not have.
     group, _ = c10d._new_process_group_helper(
@@ -84,6 +89,8 @@ def leave(group: str) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
+    global _member_of
+    _member_of = None if _member_of == group else _member_of
     _mapped.pop(group, None)
     with contextlib.suppress(Exception):
         found = c10d._resolve_process_group(c10d.GroupName(group))  # type: ignore[attr-defined]
@@ -108,15 +115,16 @@ def arrivals(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The tensors of one bucket after the other, as they come from the trainer; valid until the next is asked for. Blocks.
 
+    Joins the group first, where this process is not in it since an earlier update.
+
     Raises:
         ValueError: a tensor is not what was staged.
         RuntimeError: another rank left.
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
 
-    group = c10d._resolve_process_group(c10d.GroupName(route.group))  # type: ignore[attr-defined]
+    group = _membership(route, rank)
     buffer = _map_once(route, rank) if route.buffers else None
     for bucket in weights.buckets(route.bucket_bytes):
         nbytes = bucket.end - bucket.start
@@ -133,6 +141,22 @@ def arrivals(
                 torch.cuda.synchronize(buffer.device)
             meet(group)  # it may be written over
     meet(group)  # all of it arrived everywhere
+
+
+_member_of: str | None = None
+"""The group in which this engine process is."""
+
+
+def _membership(route: Route, rank: int) -> ProcessGroup:
+    from torch.distributed import distributed_c10d as c10d
+
+    global _member_of
+    if _member_of != route.group:
+        if _member_of is not None:
+            leave(_member_of)  # the trainer broke it up
+        group, _member_of = join(route, rank), route.group
+        return group
+    return c10d._resolve_process_group(c10d.GroupName(route.group))  # type: ignore[attr-defined]
 
 
 # -- memory that trainer and engine both have mapped ---------------------------------------------------------------------

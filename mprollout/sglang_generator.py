@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import threading
@@ -29,7 +28,6 @@ from mprollout.adapters import Adapters, adapter_shapes, engine_args
 from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
 from mprollout.loading import LOADER, orders
 from mprollout.orphans import patch_spawn
-from mprollout.route import HOST
 from mprollout.sglang_setup import (
     bind_ranks,
     check_folder,
@@ -86,7 +84,6 @@ class SGLangGenerator(Generator):
         self._running: dict[str, _Running] = {}
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._asleep: set[str] = set()
-        self._group: str | None = None
         self._adapters: Adapters | None = None
         self._updating = asyncio.Lock()
         self._open = asyncio.Event()
@@ -391,8 +388,6 @@ class SGLangGenerator(Generator):
         from sglang.srt.utils import MultiprocessingSerializer
 
         manager, io = self._manager, self._io
-        if route is not None and not await self._join(route):
-            route = None
         request = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[
                 MultiprocessingSerializer.serialize([(order, torch.empty(0))])
@@ -406,30 +401,6 @@ class SGLangGenerator(Generator):
         await self._step("begin", _CONTROL_TIMEOUT_S, manager.begin_weight_update(begin, None))
         await self._step("load", _LOAD_TIMEOUT_S, manager.update_weights_from_tensor(request, None))
         await self._step("end", _CONTROL_TIMEOUT_S, manager.end_weight_update(end, None))
-
-    async def _join(self, route: Route) -> bool:
-        """Whether the engine's processes are in the trainer's group, now or since an earlier update."""
-        if route.group == self._group:
-            return True
-        manager, io = self._manager, self._io
-        if self._group is not None:  # the trainer broke it up
-            request = io.DestroyWeightsUpdateGroupReqInput(group_name=self._group)
-            await self._within(_CONTROL_TIMEOUT_S, "leave", manager.destroy_weights_update_group(request, None))
-            self._group = None
-        request = io.InitWeightsUpdateGroupReqInput(
-            master_address=HOST,
-            master_port=route.port,
-            rank_offset=route.rank,
-            world_size=route.world_size,
-            group_name=route.group,
-            backend=route.backend,
-        )
-        joined, message = await self._within(_LOAD_TIMEOUT_S, "join", manager.init_weights_update_group(request, None))
-        if joined:
-            self._group = route.group
-        else:
-            logging.getLogger("mprollout").warning("the staged copy is loaded: %s", message)
-        return bool(joined)
 
     async def _step(self, what: str, limit_s: float, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
         success, message = await self._within(limit_s, what, call)

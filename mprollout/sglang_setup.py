@@ -18,15 +18,16 @@ from mprollout.errors import ConfigError
 from mprollout.orphans import patch_spawn
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang's scheduler process, without what it would leave in /dev/shm after a kill: a semaphore and its load file, which nothing here reads."""
     patch_spawn()
     _no_named_semaphore()
     from sglang.srt.managers import scheduler
 
-    _pin_only_with_an_accelerator()
+    if server_args.enable_lora:
+        _pin_only_with_an_accelerator()
     scheduler.create_load_snapshot_writer = lambda *_args, **_kwargs: None
-    return scheduler.run_scheduler_process(*args, **kwargs)
+    return scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 def _pin_only_with_an_accelerator() -> None:

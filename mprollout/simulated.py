@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mprollout.generator import FinishReason, GenerateRequest, Generation, Generator, PauseMode, Tokenizer, VersionSpan
-from mprollout.route import arrivals, join, leave
+from mprollout.route import arrivals, leave
 from mprollout.stops import first_stop
 from mprollout.weights import check_parameters
 
@@ -283,7 +283,6 @@ class SimulatedGenerator(Generator):
         self._decode = _Clock(_speed(config))  # work: tokens
         self._prefill = _Clock(lambda running: 1.0)  # work: seconds
         self._updating = asyncio.Lock()
-        self._group: str | None = None
 
     async def start(self) -> None:
         self._halt("start")
@@ -362,9 +361,6 @@ class SimulatedGenerator(Generator):
         import torch
 
         try:
-            if route.group != self._group:
-                join(route, route.rank, timeout_s=60.0)
-                self._group = route.group
             for _ in arrivals(route, route.rank, weights, torch.device("cpu")):
                 pass
         except Exception:
@@ -372,7 +368,6 @@ class SimulatedGenerator(Generator):
                 "the way over %s broke: the staged copy counts", route.group, exc_info=True
             )
             leave(route.group)
-            self._group = None
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         self._halt(*tags)

@@ -150,7 +150,6 @@ class Group:
         import torch.distributed as dist
 
         self.workers, self.broken, self._largest = workers, False, largest
-        self._limit_s = config.weights.timeout_s
         self._group: dist.ProcessGroup | None = None
         gpus = [gpu for worker in workers for gpu in config.gpus(worker)]  # of rank 1 and up
         on_gpu, ipc = None not in gpus, config.weights.transport == "ipc"
@@ -169,7 +168,7 @@ class Group:
             listener.getsockname()[1],
             rank,
             True,
-            datetime.timedelta(seconds=self._limit_s),
+            datetime.timedelta(seconds=config.weights.timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -178,6 +177,7 @@ class Group:
             port=self._store.port,
             world_size=rank,
             backend="nccl" if on_gpu and not ipc else "gloo",
+            timeout_s=config.weights.timeout_s,
             bucket_bytes=config.weights.bucket_bytes,
             first_ranks=first_ranks,
             buffers=[self._buffers[gpu].name() for gpu in gpus if ipc],
@@ -196,7 +196,7 @@ class Group:
         import torch.distributed as dist
 
         if self._group is None:
-            self._group = join(self.route, 0, self._limit_s)
+            self._group = join(self.route, 0)
         for bucket in buckets:
             flat = self._fill(staged, bucket)
             if not self._buffers:

@@ -190,6 +190,33 @@ def test_greedy_evaluation_uses_the_pushed_weights(engine, models):
         assert got == want[0, len(ids) :].tolist()
 
 
+def test_an_update_that_fails_changes_nothing_and_its_number_is_gone(engine, models):
+    """C9, C45, C46 (slime#2279): a source that raises at the third tensor, then an update that the engines refuse, while samples run."""
+    before = engine.policy_version
+    weights = models[before].state_dict()
+
+    def stream():
+        for i, pair in enumerate(weights.items()):
+            if i == 2:
+                raise ConnectionError("the trainer's shard is gone")
+            yield pair
+
+    until(lambda: engine.stats().running_samples >= 8, "requests are running")
+    with pytest.raises(ConnectionError):
+        engine.update_weights(stream())
+    with pytest.raises(mp.WeightUpdateFailed, match=r"model\.norm\.weight is missing"):
+        engine.update_weights({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"})
+    assert engine.policy_version == before and [worker.version for worker in engine.stats().workers] == [before] * 2
+    for _ in range(4):
+        with engine.get(4, timeout=120) as batch:
+            for group in batch:
+                assert group.token_versions.max() <= before
+                check_group(group, models)
+    refused = engine.state_dict()["minted"]
+    models[refused + 1] = perturbed(models[before], seed=refused + 1)
+    assert engine.update_weights(models[refused + 1].state_dict().items()) == refused + 1 == before + 2
+
+
 def test_a_worker_killed_at_work_leaves_nothing_and_comes_back_with_the_current_weights(engine, models):
     """sglang#23627, sglang#16756, slime#1615: its scheduler and detokenizer end with it; every ticket is delivered once."""
     seen = set()
