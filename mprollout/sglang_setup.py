@@ -19,15 +19,35 @@ from mprollout.orphans import patch_spawn
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process, without what it would leave in /dev/shm after a kill: a semaphore and its load file, which nothing here reads."""
+    """SGLang's scheduler process, without what it would leave in /dev/shm after a kill: a semaphore, its ranks' queue, and its load file, which
+    nothing here reads.
+    """
     patch_spawn()
     _no_named_semaphore()
     from sglang.srt.managers import scheduler
 
+    if server_args.tp_size > 1:
+        _nameless_queues()
     if server_args.enable_lora:
         _pin_only_with_an_accelerator()
     scheduler.create_load_snapshot_writer = lambda *_args, **_kwargs: None
     return scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def _nameless_queues() -> None:
+    """The queue between tensor-parallel ranks is a file in /dev/shm, left there by a kill: take its name away as soon as all ranks have opened it."""
+    from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    create = MessageQueue.create_from_process_group
+
+    def create_nameless(*args: Any, **kwargs: Any) -> Any:
+        queue = create(*args, **kwargs)  # which waits for all of them
+        if queue.buffer is not None and queue.buffer.is_creator:
+            queue.buffer.shared_memory.unlink()
+            queue.buffer.is_creator = False
+        return queue
+
+    MessageQueue.create_from_process_group = staticmethod(create_nameless)
 
 
 def _pin_only_with_an_accelerator() -> None:
