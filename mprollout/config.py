@@ -124,12 +124,12 @@ class SGLangConfig(_Config, frozen=True, kw_only=True, tag_field="backend", tag=
 
     def _check(self) -> None:
         if self.adapter is not None:
-            targets = self.adapter.get("target_modules")
+            targets, rank, alpha = (self.adapter.get(key) for key in ("target_modules", "r", "lora_alpha"))
             named = isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
             self._require(
                 "adapter",
-                isinstance(self.adapter.get("r"), int) and named,
-                "with `r`, an integer, and `target_modules`, a list of names",
+                isinstance(rank, int) and isinstance(alpha, (int, float)) and named,
+                "with `r` and `lora_alpha`, numbers, and `target_modules`, a list of names",
             )
         if self.engine_args.get("dp_size", 1) != 1:
             raise ConfigError(

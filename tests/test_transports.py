@@ -165,11 +165,15 @@ def test_gpus_become_ranks_in_the_order_of_the_devices() -> None:
         ),
         (
             {"generator": {"backend": "sglang", "model": "m", "adapter": {"r": 4}}},
-            "SGLangConfig.adapter must be with `r`, an integer, and `target_modules`",
+            "SGLangConfig.adapter must be with `r` and `lora_alpha`, numbers, and `target_modules`",
         ),
         (
             {
-                "generator": {"backend": "sglang", "model": "m", "adapter": {"r": 4, "target_modules": ["q_proj"]}},
+                "generator": {
+                    "backend": "sglang",
+                    "model": "m",
+                    "adapter": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]},
+                },
                 "weights": {"transport": "ipc"},
             },
             "for SGLangConfig.adapter use shm or disk",
