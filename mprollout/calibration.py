@@ -183,10 +183,12 @@ async def _update_s(generator: Generator, config: EngineConfig) -> float:
     import torch
 
     from mprollout.sglang_setup import checkpoint_folder
-    from mprollout.weights import stage
+    from mprollout.staging import stage
 
     source: Any = {"w": torch.zeros(1)}
     if isinstance(config.generator, SGLangConfig):
+        if config.generator.adapter is not None:
+            return 0.0  # an adapter's load stops nobody
         source = checkpoint_folder(config.generator.model)
         if source is None:
             return 0.0  # weights that were not loaded from safetensors

@@ -557,6 +557,10 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"WeightsConfig.transport={self.weights.transport!r} carries a model's weights; for SGLangConfig.adapter use shm or disk"
                 )
+            if self.generator.adapter is not None and self.weights.keep_versions:
+                raise ConfigError(
+                    "WeightsConfig.keep_versions is for `mprollout verify`, which recomputes with a model's weights; SGLangConfig.adapter has none"
+                )
             for worker, devices in enumerate(self.workers.devices):
                 asked = self.generator.engine_args.get("tp_size")
                 if asked is not None and devices != "cpu" and asked != len(self.gpus(worker)):

@@ -32,8 +32,8 @@ from mprollout.record import Recorder
 from mprollout.ring import RolledSample, encode_group
 from mprollout.schema import Meta, Sampled, schema_bytes
 from mprollout.sglang_generator import SGLangGenerator
-from mprollout.verify import VerifyArgs, run_verify
 from mprollout.transports import Group, Sending, make_transport
+from mprollout.verify import VerifyArgs, run_verify
 from mprollout.weights import Bucket, StagedWeights, check_parameters
 
 torch = pytest.importorskip("torch")
@@ -493,73 +493,6 @@ def record_groups(
         recorder = Recorder(folder, (), {"model": str(model)}, max_bytes=1 << 30)
         recorder.add(batch, 0)
         recorder.close()
-
-
-@slow
-def test_abort_returns_the_partial_and_spares_others(server: Server) -> None:
-    took_s, (aborted, other) = server.ask("abort_one", prompt=PROMPTS[0])
-    assert took_s < 2
-    assert aborted["finish_reason"] == "abort"
-    assert 0 < len(aborted["token_ids"]) < 400
-    assert_logprobs(aborted, {server.version: server.seed}, PROMPTS[0])
-    assert other["finish_reason"] == "length"
-    assert len(other["token_ids"]) == 400
-
-
-@slow
-def test_sleep_keeps_running_requests_and_obeys_aborts(server: Server) -> None:
-    running, waiting, survivor = server.ask("abort_in_sleep", prompt=PROMPTS[0])
-    assert running["finish_reason"] == waiting["finish_reason"] == "abort"
-    assert waiting["token_ids"] == []
-    assert_logprobs(running, {server.version: server.seed}, PROMPTS[0])
-    assert survivor["finish_reason"] == "length"
-    assert len(survivor["token_ids"]) == 300
-    assert_logprobs(survivor, {server.version: server.seed}, PROMPTS[0])
-
-
-@slow
-def test_cancelled_call_aborts_the_request(server: Server) -> None:
-    held, (answer,) = server.ask("cancel_then_ask", prompt=PROMPTS[0])
-    assert held == 0
-    assert len(answer["token_ids"]) == 4
-
-
-@slow
-def test_death_of_the_detokenizer_in_an_update_is_loud_at_once(server: Server) -> None:
-    took_s, update_said, check_said, waits = server.ask("detokenizer_dies_in_update", prompt=PROMPTS[0])
-    assert took_s < 5
-    assert "SGLang's detokenizer (pid" in update_said
-    assert "ended with exit code -9" in update_said
-    assert check_said == update_said
-    assert waits, "a request on a broken engine must wait for the worker's end"
-
-
-@slow
-def test_kill_at_work_leaves_nothing(server: Server) -> None:
-    """sglang#23627: the scheduler still holds requests."""
-    children = _children(psutil.Process(server.process.pid))
-    assert children
-    server.kill()
-    _assert_gone(children)
-
-
-def _children(worker: psutil.Process) -> list[psutil.Process]:
-    """The engine's processes; the resource tracker ends by itself."""
-    found = []
-    for child in worker.children(recursive=True):
-        try:
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def _assert_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 10
-    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"still alive 10 s after the kill: {alive}"
-        time.sleep(0.05)
 
 
 class Trainer:
