@@ -168,6 +168,7 @@ def as_simulated(
         generator=generator,
         reward=reward,
         filter=type(config.filter)(),
+        gate=msgspec.structs.replace(config.gate, await_weights=False),
         rollout=None,
         run_dir=None,
         record=None,

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import mprollout as mp
@@ -126,7 +127,7 @@ def test_it_predicts_three_held_out_settings_of_a_real_model(tiny_model: Path, t
     print(found.speeds, found.prefill_s, found.update_s)
     errors = {}
     for name, (running, sampling, gate, step_s) in HELD_OUT.items():
-        asked = config(model, running, sampling=sampling, gate=gate)
+        asked = config(model, running, sampling=sampling, gate=msgspec.structs.replace(gate, await_weights=True))
         with mp.RolloutEngine(asked) as engine:
             engine.update_weights(tiny_model)  # what the first one sets up is paid here
             began = time.monotonic()

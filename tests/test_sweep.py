@@ -31,6 +31,7 @@ max_running_samples = 32
 [gate]
 groups_per_update = 4
 max_lag = 1
+await_weights = true
 """
 TAIL = 'backend = "simulated"\nlengths = [40, 40, 40, 40, 40, 40, 40, 40, 40, 400]\ntokens_per_s = 50\nmax_tokens_per_s = 800'
 SGLANG = 'backend = "sglang"\nmodel = "some/model"'
