@@ -39,6 +39,7 @@ _HOMES = {
         "ConfigError",
         "DataExhausted",
         "DeadlineExceeded",
+        "EngineAsleep",
         "EngineClosed",
         "EngineFault",
         "GateStarved",

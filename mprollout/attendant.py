@@ -73,6 +73,9 @@ class Attendant:
         """The last failures, by ticket."""
         self.fault: EngineFault | None = None
         self.update_done: messages.UpdateDone | None = None
+        self.sleep_done: messages.SleepDone | None = None
+        self.aside: dict[int, list[int] | None] = {}
+        """By evaluation that asked for it: the workers set aside, once the keeper has answered."""
         self.evaluations: dict[int, dict[int, messages.Evaluated | list[EvaluationItem]]] = {}
         """Answers by evaluation and worker; the key is there from `evaluate`'s start to its end."""
         self.admission = Admission(self.segment, config, source, gate, ledger, self.notes, self._on_failing)
@@ -204,14 +207,20 @@ class Attendant:
     def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
             case messages.WorkerState():
+                before = self.states.get(message.worker)
                 self.states = {**self.states, message.worker: message}
                 any_ready = any(state.state == "ready" for state in self.states.values())
                 self._waits.on_workers(any_ready, time.monotonic_ns())
                 if self._history is not None:
                     self._history.on_worker(message)
-                self._judge(message)
+                self._judge(message, newly=before is None or before.state not in ("evaluating", "asleep"))
             case messages.UpdateDone():
                 self.update_done = message
+            case messages.SleepDone():
+                self.sleep_done = message
+            case messages.Aside():
+                if message.id in self.aside:
+                    self.aside[message.id] = message.workers
             case messages.Evaluated():
                 if (parts := self.evaluations.get(message.id)) is not None:
                     parts[message.worker] = (
@@ -231,9 +240,9 @@ class Attendant:
             case _:
                 raise AssertionError(f"the trainer got {message!r}")
 
-    def _judge(self, message: messages.WorkerState) -> None:
+    def _judge(self, message: messages.WorkerState, newly: bool) -> None:
         who = f"worker {message.worker} (pid {message.pid})"
-        if message.state == "ready":
+        if message.state == "ready" and newly:
             log.info("%s is ready after %.1f s", who, message.start_s)
         elif message.state in ("restarting", "lost"):
             log.warning("%s: %s; %s", who, message.error, message.state)

@@ -35,6 +35,11 @@ class Worker:
         self.restarts = 0
         self.restarts_in_a_row = self.published = self.failed_starts = 0
         self.ever_ready = self.served = False
+        self.version = 0
+        """Of the weights that it applied."""
+        self.evaluation = 0
+        """The one that it is set aside for; 0: none."""
+        self.asleep = False
         self.innocent_tickets = False
         """Killed for a reason that is no ticket's fault."""
         self.pid = self.pidfd = -1
@@ -46,6 +51,18 @@ class Worker:
         """When to spawn again (state restarting), or when it was spawned (state starting); CLOCK_MONOTONIC, s."""
         self.start_s = 0.0
         self.last_told: messages.WorkerState | None = None
+
+    @property
+    def may_claim(self) -> bool:
+        """Once it has the newest weights."""
+        return not self.asleep and not self.evaluation
+
+    @property
+    def told(self) -> str:
+        """Its state, for the trainer."""
+        if self.state != "ready" or self.may_claim:
+            return self.state
+        return "asleep" if self.asleep else "evaluating"
 
     def spawn(
         self,
@@ -83,6 +100,7 @@ class Worker:
         self.pid, self.channel = self.process.pid, channel
         self.pidfd = os.pidfd_open(self.pid)
         self.failed, self.kill_reason, self.served, self.innocent_tickets = None, "", False, False
+        self.version, self.evaluation, self.asleep = 0, 0, False
         self.state, self.start_at = "starting", time.monotonic()
         words = segment.worker_words(self.index)
         words[WorkerWord.PID], words[WorkerWord.RESTARTS], words[WorkerWord.VERSION] = self.pid, self.restarts, 0
@@ -132,6 +150,7 @@ class Worker:
 def forget_running(words: memoryview) -> None:
     """What a dead worker was at work on, it is not any more."""
     words[WorkerWord.RUNNING_SAMPLES] = words[WorkerWord.RUNNING_GROUPS] = words[WorkerWord.REWARDING_SAMPLES] = 0
+    words[WorkerWord.UPDATE_PHASE] = 0
 
 
 def worker_environment(settings: WorkerConfig, index: int, folder: Path) -> dict[str, str]:

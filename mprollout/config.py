@@ -339,7 +339,11 @@ class WorkerConfig(_Config, frozen=True, kw_only=True):
     max_restarts: int = 3
     """Restarts of one worker in a row, with no group published between them, before it is given up."""
     env: dict[str, str] = {}
-    """Environment variables added in the workers."""
+    """Environment variables added in the workers, over everything chosen here."""
+    placement: Literal["split", "colocated"] = "split"
+    """`split`: the GPUs of the workers are theirs alone. `colocated`: the trainer uses them, too, and `RolloutEngine.sleep` and `wake` say
+    whose turn it is; a worker's weights are kept in host memory while it sleeps. In both, GPU numbers count those of the process that makes
+    the engine (its CUDA_VISIBLE_DEVICES), so under `colocated` worker `[i]` shares this process's `cuda:i`, which the worker sees as `cuda:0`."""
 
     def _check(self) -> None:
         self._require("devices", 1 <= len(self.devices) <= 64, "a list of 1 to 64 entries")
@@ -450,8 +454,21 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     episode begins anew from its prompt alone. Samples of an evaluation, and those that a deadline, a failure or a death ended, always begin anew."""
     mask_off_policy: bool = False
     """The tokens that such a sample had before the abort are not trained on."""
+    rolling: bool = False
+    """One worker after another, so that generation never stops everywhere; an update takes as many times longer. With `max_lag=0` nothing is
+    generated beside an update, and it is refused."""
     timeout_s: float = 120.0
-    """Deadline of one update on one worker."""
+    """Deadline of one update on one worker. Of its phases, too: """
+    pause_timeout_s: float = 60.0
+    """the engine stops after the step that runs (`abort`: and every request has ended),"""
+    begin_timeout_s: float = 60.0
+    """it gets ready for new weights,"""
+    update_timeout_s: float = 120.0
+    """it loads them,"""
+    end_timeout_s: float = 60.0
+    """it makes them fit for use,"""
+    continue_timeout_s: float = 60.0
+    """and generates again. A worker that exceeds one of them is restarted with the last good weights."""
     dtype: str | None = None
     """Floating-point tensors are cast to it before they are staged (`"bfloat16"`, where the trainer keeps float32); None: as they are."""
     rename: dict[str, str] = {}
@@ -459,12 +476,13 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     keep_versions: int = 0
     """So many of the last completed versions are kept as safetensors in `RUN/weights`, for `mprollout verify`; writing one takes the disk's time in `update_weights`."""
 
-    def limit_s(self, timeout: float | None) -> float:
+    def limit_s(self, timeout: float | None, workers: int) -> float:
         """How long `update_weights(timeout=timeout)` may take, in seconds."""
-        return self.timeout_s + 30 if timeout is None else timeout
+        return self.timeout_s * (workers if self.rolling else 1) + 30 if timeout is None else timeout
 
     def _check(self) -> None:
-        self._require_seconds("timeout_s")
+        for phase in ("", "pause_", "begin_", "update_", "end_", "continue_"):
+            self._require_seconds(f"{phase}timeout_s")
         if self.partial_rollout and self.pause != "abort":
             raise ConfigError(
                 f'WeightsConfig.partial_rollout needs pause="abort", else no update aborts; got {self.pause!r}'
@@ -546,6 +564,11 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
         self._require("loggers", set(self.loggers) <= set(LOGGERS), f"a list of {', '.join(LOGGERS)}")
         if "tensorboard" in self.loggers and self.run_dir is None:
             raise ConfigError('EngineConfig.loggers=["tensorboard"] needs run_dir, where its files go; got None')
+        if self.weights.rolling and self.gate.max_lag == 0:
+            raise ConfigError(
+                "WeightsConfig.rolling needs GateConfig.max_lag >= 1 or None: with max_lag=0 nothing is generated beside an update, "
+                "and one worker after another would only take longer"
+            )
         if self.run_dir is None and (self.record == "run" or self.weights.keep_versions):
             raise ConfigError('EngineConfig.record="run" and WeightsConfig.keep_versions need run_dir; got None')
         if self.run_dir is None and self.weights.transport == "disk":

@@ -11,29 +11,28 @@ exact at any moment. `get` consumes nothing unless it returns: what was ingested
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 import mprollout
-from mprollout import _native, messages, pinned
+from mprollout import _native, checkpoint, messages, pinned
 from mprollout.attendant import Attendant, StartProgress, log
 from mprollout.batch import Batch
 from mprollout.config import EngineConfig, SamplingConfig, SourceConfig
 from mprollout.errors import (
     ConcurrentGet,
     ConfigError,
+    EngineAsleep,
     EngineClosed,
     MainGuardMissing,
     MprolloutError,
 )
-from mprollout.evaluation import EvaluationResult, gather
+from mprollout.evaluation import EvaluationResult, Evaluations, Pin
 from mprollout.filter import check_filter
 from mprollout.gate import Gate
 from mprollout.history import History
@@ -45,6 +44,7 @@ from mprollout.record import Recorder, recorder
 from mprollout.reward import check
 from mprollout.ring import check_memory, doubts, plan, segment_bytes
 from mprollout.rollout import check_rollout
+from mprollout.sleeping import Sleeping
 from mprollout.source import PromptSource
 from mprollout.stats import EngineStats, engine_stats
 from mprollout.taker import Taker
@@ -93,7 +93,8 @@ class RolloutEngine:
         self._updates = Updates(config, self._gate)
         self._in_get: int | None = None  # thread; one that finds itself here was interrupted in the one before
         self._pid = os.getpid()
-        self._evaluations = 0
+        self._evaluations: Evaluations | None = None
+        self._sleeping = Sleeping()
         self._waits = Waits()
         self._waiting: Waiting | None = None
         self._started = self._closed = False
@@ -161,7 +162,8 @@ class RolloutEngine:
                 self._waits,
                 self._history,
             )
-            self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits)
+            self._waiting = Waiting(self.config, self.plan, attendant, self._taker, self._waits, self._sleeping)
+            self._evaluations = Evaluations(self.config, attendant, self._updates, self._history)
             with StartProgress(attendant, progress) as shown:
                 attendant.wait_news(shown.settled, shown.show)
         except BaseException:
@@ -197,24 +199,8 @@ class RolloutEngine:
         """
         keeper, config = KeeperProcess.attach(os.fspath(run_dir))
         try:
-            if config.source.path == "-":
-                if rows is None:
-                    raise ConfigError(
-                        "attach: the run's rows were a Python object; give them again: attach(run_dir, state, rows=...)"
-                    )
-                config = msgspec.structs.replace(
-                    config, source=msgspec.structs.replace(config.source, path=None, rows=rows)
-                )
-            engine = cls(config, _attached=keeper)
+            engine = cls(checkpoint.with_rows(config, rows), _attached=keeper)
             engine.load_state_dict(state)
-            assert keeper.booted is not None
-            if engine._ledger.resolved < keeper.booted.confirmed:
-                raise ConfigError(
-                    f"attach: the state holds {engine._ledger.resolved} resolved tickets, a newer one with {keeper.booted.confirmed} "
-                    "was confirmed: load the newer checkpoint, or start a new engine from the older one"
-                )
-            minted = max(engine._updates.minted, keeper.booted.highest_version)
-            engine._updates = Updates(config, engine._gate, minted, keeper.updates, int(state["updates"]))
         except BaseException:
             keeper.detach()
             raise
@@ -237,6 +223,8 @@ class RolloutEngine:
         self._closed = True
         if self._attendant is not None:
             self._attendant.stop()
+        if self._evaluations is not None:
+            self._evaluations.join()
         if self._history is not None:
             seen = self._attendant is not None and self._taker is not None
             self._history.close(self._stats() if seen else None, detached=how is KeeperProcess.detach)
@@ -312,13 +300,14 @@ class RolloutEngine:
 
         Args:
             source: a `state_dict`, an iterable of (name, tensor), or a checkpoint folder.
-            timeout: seconds; None: `WeightsConfig.timeout_s` plus 30.
+            timeout: seconds; None: `WeightsConfig.timeout_s` plus 30; with `rolling`, the first once for each worker.
 
         Returns:
             The new policy version.
 
         Raises:
-            WeightUpdateFailed: a worker did not apply them; the version did not advance and its number is never used again.
+            WeightUpdateFailed: a worker did not apply them (named, with its pid and the phase), or a pinned evaluation took too long; the
+                version did not advance and its number is never used again.
             GetTimeout: what the first one waits for did not end in time; nothing was sent.
             ConfigError: the lag bound does not allow an update now.
             MemoryBudgetError: the copy does not fit into the memory that is left.
@@ -338,6 +327,43 @@ class RolloutEngine:
                 self._history.on_update(took / 1e9, self.policy_version, failure)
             attendant.ring()
 
+    # -- a trainer on the same GPUs ------------------------------------------------------------------------------
+
+    def sleep(self, timeout: float | None = None) -> None:
+        """Release the workers' GPU memory, weights and KV cache, for a training step on the same GPUs. Blocks until all have; needs `placement="colocated"`.
+
+        Samples that run are retracted, not lost: they go on with `wake` (those of `FaultConfig`'s deadlines do not run meanwhile), and
+        evaluations likewise. While they sleep, `get` gives what is finished and raises `EngineAsleep` where that is too little;
+        `update_weights` takes back the memory of the weights alone, so that afterwards only the KV cache is missing until `wake`; a worker that dies
+        is started again by `wake`, not before. Idempotent. Waits for an update under way.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            ConfigError: the workers' GPUs are their own (`placement="split"`).
+            EngineFault: a worker could not; it has ended, and is started again with `wake`. All others sleep.
+            GetTimeout: not all did in time; `wake`, or `sleep` again.
+        """
+        self._change_sleep(True, timeout)
+
+    def wake(self, timeout: float | None = None) -> None:
+        """Give the GPUs back to the workers: generation goes on, with the newest weights. Blocks until all living workers have. Idempotent.
+
+        Args, Raises: as `sleep`.
+        """
+        self._change_sleep(False, timeout)
+
+    def _change_sleep(self, asleep: bool, timeout: float | None) -> None:
+        attendant, _ = self._running()
+        if self.config.workers.placement != "colocated":
+            raise ConfigError(
+                f'{"sleep" if asleep else "wake"}: needs WorkerConfig.placement="colocated"; got {self.config.workers.placement!r}'
+            )
+        with self._updates.alone("sleep" if asleep else "wake", timeout):
+            self._sleeping.change(asleep, timeout, attendant)
+        attendant.ring()
+
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(
@@ -345,7 +371,8 @@ class RolloutEngine:
         rows: Sequence[Any] | SourceConfig,
         sampling: SamplingConfig | None = None,
         timeout: float | None = None,
-        pinned: bool = False,
+        pinned: Pin = False,
+        workers: int = 1,
     ) -> EvaluationResult:
         """Generate and score rows outside the training path: nothing of it enters the ring. Blocks; training samples go on beside it.
 
@@ -353,37 +380,44 @@ class RolloutEngine:
             rows: rows like those of the source, or a source of their own (one epoch of it, in its order).
             sampling: defaults to the engine's own.
             timeout: seconds; None waits for ever.
-            pinned: every token is of one policy version: updates pushed by another thread wait until it ends, at most for their own
-                timeout. False: updates go on, and the result names every version that sampled a token.
+            pinned: False: updates go on, and the result names every version that sampled a token. True: every token is of one policy
+                version, and updates wait until it ends, at most for their own timeout. `"share"`: of one version, too, and updates go on:
+                `workers` of them serve the evaluation alone; they apply no update and claim no training ticket until it ends, then catch up.
+            workers: how many are set aside for `"share"`; one at least must be left.
 
         Raises:
             EngineFault: a worker failed; carries its traceback.
             GetTimeout: not done in time.
+            EngineAsleep: the workers sleep.
+            ConfigError: too few workers live for `"share"`.
         """
+        return self._evaluating().run(rows, sampling, timeout, pinned, workers)
+
+    def submit_evaluation(
+        self,
+        rows: Sequence[Any] | SourceConfig,
+        sampling: SamplingConfig | None = None,
+        timeout: float | None = None,
+        pinned: Pin = False,
+        workers: int = 1,
+    ) -> Future[EvaluationResult]:
+        """`evaluate` as a future, which has its result or raises its error. Does not block; any number may be under way.
+
+        The thread that waits for it may `get` and `update_weights` meanwhile: the evaluation needs nothing of it. An update that has to wait
+        for a pinned one gives up at its own timeout. Its callbacks run on the evaluation's thread, when its pin or its workers are free again.
+        `close` ends it with `EngineClosed`.
+
+        Args, Raises: as `evaluate`; what is wrong with the arguments is raised here.
+        """
+        return self._evaluating().submit(rows, sampling, timeout, pinned, workers)
+
+    def _evaluating(self) -> Evaluations:
         attendant, _ = self._running()
         attendant.raise_fault()
-        sampling = self.config.sampling if sampling is None else sampling
-        if not isinstance(sampling, SamplingConfig):
-            raise ConfigError(f"evaluate(sampling): expected a SamplingConfig; got {sampling!r:.200}")
-        source = rows if isinstance(rows, SourceConfig) else self._like_source(rows)
-        self._evaluations += 1
-        source = msgspec.structs.replace(source, epochs=1, shuffle_seed=None)
-        began = time.monotonic()
-        with self._updates.pinned(timeout, attendant) if pinned else contextlib.nullcontext():
-            while True:
-                result = gather(attendant, self._evaluations, source, sampling, timeout)
-                if not pinned or len(result.versions) <= 1:
-                    if self._history is not None:
-                        self._history.on_evaluation(time.monotonic() - began, result)
-                    return result
-                # Workers that had applied a refused update were on their way back: once more, and all have the last good copy.
-                self._evaluations += 1
-
-    def _like_source(self, rows: Sequence[Any]) -> SourceConfig:
-        own = self.config.source
-        gym = own.reasoning_gym is not None and own.prompt_field == "prompt"
-        field = "question" if gym else own.prompt_field
-        return msgspec.structs.replace(own, rows=list(rows), path=None, reasoning_gym=None, prompt_field=field)
+        if self._sleeping.asleep:
+            raise EngineAsleep("evaluate: the workers sleep: call wake() first")
+        assert self._evaluations is not None
+        return self._evaluations
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -392,14 +426,7 @@ class RolloutEngine:
         attendant, taker = self._running()
         with attendant.lock:
             taker.count()
-            return {
-                "ledger": self._ledger.state(without={lease.ticket for lease in taker.parked}),
-                "recycled": {str(ticket): count for ticket, count in taker.recycled.items()},
-                "source": self.source.fingerprint,
-                "minted": self._updates.minted,
-                "policy_version": self.policy_version,
-                "updates": self._updates.updates,
-            }
+            return checkpoint.save(self._ledger, taker, self._updates, self.source)
 
     def load_state_dict(self, state: dict[str, Any], await_weights: bool = True) -> None:
         """Go on from a state, before `start`.
@@ -414,29 +441,15 @@ class RolloutEngine:
         """
         if self._started:
             raise ConfigError("load_state_dict comes before start(): a running engine has admitted tickets already")
-        try:
-            ledger, source, minted, updates = (
-                state["ledger"], state["source"], int(state["minted"]), int(state["updates"])
-            )  # fmt: skip
-            self._recycled = {int(ticket): count for ticket, count in state["recycled"].items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"state: expected what state_dict() returned; got {state!r:.200} ({error!r})") from error
-        if source != self.source.fingerprint:
-            raise ConfigError(
-                f"state: made over source {source!r}, this engine has {self.source.fingerprint!r}; "
-                "the same rows, order seed and row count are needed"
-            )
-        self._ledger = Ledger.from_state(ledger)
-        awaiting = msgspec.structs.replace(
-            self.config.gate, await_weights=await_weights or self.config.gate.await_weights
+        restored = checkpoint.restore(
+            state, self.config, self.plan, self.source, self._keeper, await_weights or self.config.gate.await_weights
         )
-        self._gate = Gate(awaiting, self.plan.max_live_groups, self.plan.spare)
-        self._updates = Updates(self.config, self._gate, minted, base=updates)
+        self._ledger, self._gate, self._updates, self._recycled = restored
 
     def confirm(self, state: dict[str, Any]) -> None:
         """Say that a saved checkpoint contains `state`: `attach` refuses an older one from now on."""
         attendant, _ = self._running()
-        attendant.send(messages.Confirmed(resolved=Ledger.from_state(state["ledger"]).resolved))
+        attendant.send(messages.Confirmed(resolved=checkpoint.resolved_tickets(state)))
 
     # -- a GPU trainer -------------------------------------------------------------------------------------------
 

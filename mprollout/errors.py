@@ -44,6 +44,10 @@ class GateStarved(MprolloutError, RuntimeError):
     """`get(n)` can never be met by the remaining credit: an update, or a smaller n, is needed. Nothing was consumed."""
 
 
+class EngineAsleep(MprolloutError, RuntimeError):
+    """`get(n)` or `evaluate` needs the workers, which sleep until `RolloutEngine.wake`. Nothing was consumed."""
+
+
 class RingStarved(MprolloutError, RuntimeError):
     """`get(n)` can never be met: batches that were not released hold the memory that the next groups need. Nothing was consumed."""
 

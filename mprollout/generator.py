@@ -10,10 +10,14 @@ Invariant: every token of a `Generation` has the logprob and the policy version 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
+
+from mprollout.config import WeightsConfig
 
 if TYPE_CHECKING:
     from mprollout.config import SamplingConfig
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from mprollout.weights import StagedWeights
 
 PauseMode = Literal["retract", "in_place", "abort"]
+UpdatePhase = Literal["pause", "begin", "update", "end", "continue"]
+UPDATE_PHASES: tuple[UpdatePhase, ...] = ("pause", "begin", "update", "end", "continue")
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
@@ -101,6 +107,33 @@ class Generator(abc.ABC):
     """Most tokens of prompt and completion together; known after `start`."""
     version: int
     """The policy version that new tokens are sampled under; 0 at start, unless `start` says otherwise."""
+    weights: WeightsConfig = WeightsConfig()
+    """How long each phase of an update may take."""
+
+    on_phase: Callable[[UpdatePhase], None] | None = None
+    """Called at the beginning of each."""
+
+    @contextlib.asynccontextmanager
+    async def phase(self, phase: UpdatePhase) -> AsyncIterator[None]:
+        """A block that is one phase of an update.
+
+        Raises:
+            RuntimeError: it took longer than its setting in `WeightsConfig`; names both.
+        """
+        limit_s: float = getattr(self.weights, f"{phase}_timeout_s")
+        if self.on_phase is not None:
+            self.on_phase(phase)
+        scope = asyncio.timeout(limit_s)
+        try:
+            async with scope:
+                yield
+        except asyncio.CancelledError as cancelled:
+            cancelled.add_note(f"phase `{phase}`")
+            raise
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise RuntimeError(f"phase `{phase}` took more than WeightsConfig.{phase}_timeout_s={limit_s:g}") from error
 
     @abc.abstractmethod
     async def start(self) -> None:
@@ -119,6 +152,8 @@ class Generator(abc.ABC):
         self, weights: StagedWeights, version: int, pause: PauseMode, route: Route | None = None
     ) -> None:
         """Give the running engine new weights: pause -> begin -> update -> end -> continue; generation goes on afterwards in every case.
+
+        While the engine sleeps, its weights wake for it and stay awake; generation goes on with `wake`.
 
         Args:
             weights: the staged copy, verified.

@@ -85,7 +85,7 @@ class WorkerChange(_Line, frozen=True, tag="worker"):
     worker: int
     pid: int
     state: str
-    """starting | ready | restarting | lost"""
+    """starting | ready | evaluating | asleep | restarting | lost"""
     exit_code: int | None = None
     error: str = ""
 
@@ -176,11 +176,11 @@ class History:
         """An `update_weights` ended."""
         self.tell(Update(t=self.now_s, seconds=seconds, version=version, error=error[:_TEXT]))
 
-    def on_evaluation(self, seconds: float, result: EvaluationResult) -> None:
+    def on_evaluation(self, result: EvaluationResult) -> None:
         """An `evaluate` ended."""
         if result.rewards.size:
             mean = float(result.rewards.mean(dtype=float))
-            self.tell(Evaluated(t=self.now_s, seconds=seconds, version=result.version, reward_mean=mean))
+            self.tell(Evaluated(t=self.now_s, seconds=result.seconds, version=result.version, reward_mean=mean))
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         """Finite numbers of the trainer's own."""

@@ -31,9 +31,11 @@ from mprollout import _native, messages
 from mprollout.child import Worker, describe_exit, forget_running
 from mprollout.config import FaultConfig, WorkerConfig
 from mprollout.door import Door
+from mprollout.evaluation import Shares
 from mprollout.folders import make_folder, remove_folder
 from mprollout.ledger import Reason
 from mprollout.ring import SUSPECT_DEATHS, WorkerWord
+from mprollout.sleeping import SleepSync
 from mprollout.updates import WeightSync
 
 TICK_S = 1.0
@@ -68,7 +70,8 @@ class Keeper:
         self.selector = selectors.DefaultSelector()
         self.workers: list[Worker] = []
         self.weights = WeightSync(self)
-        self.evaluations: set[tuple[int, int]] = set()
+        self.shares = Shares(self)
+        self.sleeping = SleepSync(self)
         self.ending = False
         self.segment: _native.Segment
         self.record: KeeperRecord
@@ -148,7 +151,7 @@ class Keeper:
         for worker in self.workers:
             if worker.state == "starting" and now - worker.start_at > settings.start_timeout_s:
                 worker.kill(f"not ready after start_timeout_s={settings.start_timeout_s}")
-            elif worker.state == "ready":
+            elif worker.state == "ready" and not worker.asleep:
                 words = self.segment.worker_words(worker.index)
                 running = words[WorkerWord.RUNNING_SAMPLES]
                 silent_s = (time.monotonic_ns() - words[WorkerWord.HEARTBEAT_NS]) / 1e9
@@ -173,6 +176,8 @@ class Keeper:
         os.close(self.trainer_pidfd)
         self.trainer_pid, self.trainer_pidfd = 0, -1
         self.weights.abandon("the trainer died")
+        self.shares.abandon()
+        self.sleeping.abandon()
         self.orphan_until = time.monotonic() + self.record.orphan_timeout_s
 
     def _let_trainer_go(self) -> None:
@@ -238,7 +243,13 @@ class Keeper:
                 case messages.GiveUpUpdate():
                     self.weights.give_up(message)
                 case messages.Evaluate():
-                    self._forward_evaluation(message, fds[0])
+                    self.shares.forward(message, fds[0])
+                case messages.SetAside():
+                    self.shares.set_aside(message)
+                case messages.LetBack():
+                    self.shares.let_back(message.id)
+                case messages.Sleep():
+                    self.sleeping.begin(message)
                 case messages.Detach():
                     self._on_trainer_death()
                 case messages.Confirmed():
@@ -255,7 +266,7 @@ class Keeper:
         worker.last_told = messages.WorkerState(
             worker=worker.index,
             pid=worker.pid,
-            state=worker.state,
+            state=worker.told,
             restarts=worker.restarts,
             start_s=worker.start_s,
             **more,
@@ -283,9 +294,10 @@ class Keeper:
                     self.weights.on_applied(worker, message)
                 case messages.WorkerFailed():
                     worker.failed = message
+                case messages.Slept():
+                    self.sleeping.on_slept(worker, message)
                 case messages.Evaluated():
-                    self.evaluations.discard((message.id, worker.index))
-                    self.tell(message, fds)
+                    self.shares.on_evaluated(message, fds)
                 case messages.Note() | messages.Fault():
                     self.tell(message)
                 case _:
@@ -294,9 +306,11 @@ class Keeper:
                 os.close(fd)
 
     def let_go(self, worker: Worker) -> None:
-        """It has the newest weights: it may claim."""
+        """It has the newest weights: it may claim, unless it is asleep, or to be, or set aside."""
         worker.state = "ready"
-        worker.send(messages.Go())
+        self.sleeping.on_ready(worker)
+        if worker.may_claim and not self.sleeping.wanted:
+            worker.send(messages.Go())
         self.tell_state(worker)
 
     def _forget(self, fileobj: Any) -> None:
@@ -311,9 +325,7 @@ class Keeper:
         recovered = _native.recover(
             self.segment, worker.index, max_deaths, Reason.DEATHS, count_death=not worker.innocent_tickets
         )
-        for id_, index in [e for e in self.evaluations if e[1] == worker.index]:
-            self.evaluations.discard((id_, index))
-            self.tell(messages.Evaluated(id=id_, worker=index, absent=True))
+        self.shares.on_death(worker)
         words = self.segment.worker_words(worker.index)
         forget_running(words)
         failed = worker.failed
@@ -344,6 +356,7 @@ class Keeper:
         for bell in (*self.bells, self.attendant_bell):  # tickets came back; a waker may have died owing a wake
             os.eventfd_write(bell, 1)
         self.weights.on_death(worker)
+        self.sleeping.on_death(worker)
 
     def _bury(self, worker: Worker) -> int:
         self._forget(worker.pidfd)
@@ -361,17 +374,6 @@ class Keeper:
                     child.kill()
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, 0)
-
-    # -- evaluation ----------------------------------------------------------------------------------------------
-
-    def _forward_evaluation(self, message: messages.Evaluate, fd: int) -> None:
-        worker = self.workers[message.worker]
-        if worker.state == "ready":
-            self.evaluations.add((message.id, worker.index))
-            worker.send(message, [fd])
-        else:
-            self.tell(messages.Evaluated(id=message.id, worker=worker.index, absent=True))
-        os.close(fd)
 
     # -- end -----------------------------------------------------------------------------------------------------
 

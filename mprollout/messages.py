@@ -93,6 +93,10 @@ class Go(_Message, frozen=True, kw_only=True):
     """Keeper to worker: claim tickets."""
 
 
+class Hold(_Message, frozen=True, kw_only=True):
+    """Keeper to worker: claim nothing until the next Go; what runs goes on."""
+
+
 class Stop(_Message, frozen=True, kw_only=True):
     """Trainer to keeper, keeper to worker: end cleanly."""
 
@@ -102,7 +106,7 @@ class WorkerState(_Message, frozen=True, kw_only=True):
 
     worker: int
     pid: int
-    state: str  # starting | ready | restarting | lost
+    state: str  # starting | syncing | ready | evaluating | asleep | restarting | lost
     restarts: int = 0
     exit_code: int | None = None
     error: str = ""
@@ -118,6 +122,8 @@ class Update(_Message, frozen=True, kw_only=True):
     pause: PauseMode
     route: Route | None = None
     """By which the same bytes come faster; the keeper leaves it out for a worker that is not on it."""
+    rolling: bool = False
+    """One worker after another."""
     updates_before: int = 0
     """Updates behind the policy that this one replaces, from the run's first weights, over all its trainers."""
     updates_after: int = 0
@@ -136,9 +142,15 @@ class Applied(_Message, frozen=True, kw_only=True):
 
     worker: int
     version: int
+    pid: int = 0
     error: str = ""
     traceback: str = ""
     harmed: bool = False
+
+    @property
+    def who(self) -> str:
+        """For an error; empty where no worker is to blame."""
+        return f"worker {self.worker} (pid {self.pid}): " if self.worker >= 0 else ""
 
 
 class UpdateDone(_Message, frozen=True, kw_only=True):
@@ -163,6 +175,49 @@ class Evaluated(_Message, frozen=True, kw_only=True):
     absent: bool = False
     error: str = ""
     traceback: str = ""
+
+
+class SetAside(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper: so many ready workers are for this evaluation alone: they claim nothing and no update reaches them. Answered by Aside."""
+
+    id: int
+    count: int
+
+
+class Aside(_Message, frozen=True, kw_only=True):
+    """Keeper to trainer: these are; fewer than asked for where no worker would be left for training."""
+
+    id: int
+    workers: list[int]
+
+
+class LetBack(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper: the evaluation is over; its workers catch up and claim again."""
+
+    id: int
+
+
+class Sleep(_Message, frozen=True, kw_only=True):
+    """Trainer to keeper to workers: release the engine's memory, or (`asleep=False`) take it back. `id`: of the trainer's request."""
+
+    id: int
+    asleep: bool
+
+
+class Slept(_Message, frozen=True, kw_only=True):
+    """Worker to keeper: it is done, or why not."""
+
+    worker: int
+    asleep: bool
+    error: str = ""
+    traceback: str = ""
+
+
+class SleepDone(_Message, frozen=True, kw_only=True):
+    """Keeper to trainer: every living worker is asleep, or awake. `failures`: of workers that are restarted for it."""
+
+    id: int
+    failures: list[str] = []
 
 
 class Note(_Message, frozen=True, kw_only=True):
@@ -197,6 +252,7 @@ Message = (
     | WorkerReady
     | WorkerFailed
     | Go
+    | Hold
     | Stop
     | WorkerState
     | Update
@@ -205,6 +261,12 @@ Message = (
     | UpdateDone
     | Evaluate
     | Evaluated
+    | SetAside
+    | Aside
+    | LetBack
+    | Sleep
+    | Slept
+    | SleepDone
     | Note
     | Fault
 )

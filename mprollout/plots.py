@@ -26,6 +26,8 @@ _STATES = {
     "starting": "#c7c7c7",
     "syncing": "#9ecae1",
     "ready": "#2ca02c",
+    "evaluating": "#98df8a",
+    "asleep": "#c5b0d5",
     "restarting": "#ff7f0e",
     "lost": "#7f0000",
 }

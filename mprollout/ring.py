@@ -34,8 +34,8 @@ class WorkerWord(enum.IntEnum):
     PID = 0  # keeper
     RESTARTS = 1  # keeper
     RUNNING_SAMPLES = 2
-    TOKENS_GENERATED = 3  # of samples whose generation finished, an evaluation's included
-    SAMPLES_FINISHED = 4
+    TOKENS_GENERATED = 3  # of training samples whose generation finished
+    SAMPLES_FINISHED = 4  # of training
     GROUPS_PUBLISHED = 5
     ATTEMPTS_RETRIED = 6
     VERSION = 7
@@ -47,6 +47,12 @@ class WorkerWord(enum.IntEnum):
     STARVED_FOR_ROOM = 13  # 1 while a READY ticket stands and this arena has no room for it
     OLDEST_TICKET = 14  # of the running ones, the one claimed first; means nothing while RUNNING_GROUPS is 0
     OLDEST_CLAIM_NS = 15  # CLOCK_MONOTONIC
+    # 16 to 46: ISSUED and DISCARDED
+    EVALUATED_SAMPLES = 47  # generated for evaluations
+    EVALUATED_TOKENS = 48
+    UPDATE_PHASE = 49  # 1 + its index in UPDATE_PHASES while an update is under way, else 0
+    UPDATE_BEGAN_NS = 50  # CLOCK_MONOTONIC of the last update's first phase, and of its end
+    UPDATE_ENDED_NS = 51
 
 
 ISSUED = range(16, 34)

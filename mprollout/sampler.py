@@ -72,6 +72,36 @@ class Made(msgspec.Struct):
         return self.generated_s - self.started_s
 
 
+_deadlines: dict[asyncio.Timeout, float] = {}
+"""Those under way in this process; while they are stopped, with the seconds that each has left."""
+_stopped = False
+
+
+def stop_deadlines() -> None:
+    """None passes until `run_deadlines`: the engine sleeps, which is no sample's fault. Idempotent."""
+    global _stopped
+    _stopped = True
+    for scope in _deadlines:
+        _stop(scope)
+
+
+def run_deadlines() -> None:
+    """They go on, each with what it had left."""
+    global _stopped
+    _stopped = False
+    now = asyncio.get_running_loop().time()
+    for scope, left_s in _deadlines.items():
+        if scope.when() is None and not scope.expired():
+            scope.reschedule(now + left_s)
+
+
+def _stop(scope: asyncio.Timeout) -> None:
+    when = scope.when()
+    if when is not None and not scope.expired():
+        _deadlines[scope] = when - asyncio.get_running_loop().time()
+        scope.reschedule(None)
+
+
 @contextlib.asynccontextmanager
 async def deadline(setting: str, limit_s: float | None, what: str) -> AsyncIterator[None]:
     """Cancels the block when `FaultConfig.<setting>` is over; what it awaits is thereby aborted in the engine.
@@ -85,6 +115,10 @@ async def deadline(setting: str, limit_s: float | None, what: str) -> AsyncItera
     scope = asyncio.timeout(limit_s)
     try:
         async with scope:
+            if limit_s is not None:
+                _deadlines[scope] = limit_s
+                if _stopped:
+                    _stop(scope)
             yield
     except Exception as error:
         if not scope.expired() or isinstance(error, DeadlineExceeded):  # the second: an inner one, no later
@@ -93,6 +127,8 @@ async def deadline(setting: str, limit_s: float | None, what: str) -> AsyncItera
         for note in getattr(error.__cause__, "__notes__", ()):  # of the cancellation
             late.add_note(note)
         raise late from (None if isinstance(error, TimeoutError) else error)
+    finally:
+        _deadlines.pop(scope, None)
 
 
 class Sampler:
@@ -157,7 +193,7 @@ class Sampler:
             Exception: the first failure; its note names the sample.
         """
         shrink = tell is not None and self._config.fault.on_sample_failure == "shrink"
-        places = [self.places.request() for _ in range(sampling.group_size)]
+        places = [self.places.request(attempt.evaluates) for _ in range(sampling.group_size)]
         tasks = [
             asyncio.ensure_future(self.run_one(place, prompt, prompt_ids, sampling, attempt, i))
             for i, place in enumerate(places)
@@ -278,9 +314,9 @@ class Sampler:
                 attempt.sampled += session.sampled
         if sampling.on_truncation == "mask" and session.sample.finish_reason == "length":
             session.sample.mask_all()
-        words[WorkerWord.SAMPLES_FINISHED] += 1
-        words[WorkerWord.TOKENS_GENERATED] += session.sampled
         words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
+        words[WorkerWord.EVALUATED_SAMPLES if attempt.evaluates else WorkerWord.SAMPLES_FINISHED] += 1
+        words[WorkerWord.EVALUATED_TOKENS if attempt.evaluates else WorkerWord.TOKENS_GENERATED] += session.sampled
         if not attempt.evaluates:
             words[ISSUED[length_bucket(len(session.sample.token_ids))]] += 1
         return session

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mprollout import _native
 from mprollout.adapters import Adapters, adapter_shapes, engine_args
-from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, VersionSpan
+from mprollout.generator import GenerateRequest, Generation, Generator, PauseMode, UpdatePhase, VersionSpan
 from mprollout.loading import LOADER, orders
 from mprollout.orphans import patch_spawn
 from mprollout.sglang_setup import (
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CONTROL_TIMEOUT_S = 60.0
-"""Longest pause, begin, end, continue, sleep or wake."""
-_LOAD_TIMEOUT_S = 600.0
-"""Longest loading of staged weights into the engine."""
+_SLEEP_TIMEOUT_S = 60.0
+"""Longest sleep, wake, or end of a process that was killed. The phases of an update have theirs in `WeightsConfig`."""
 
 
 class SGLangGenerator(Generator):
@@ -62,6 +60,7 @@ class SGLangGenerator(Generator):
         devices: this worker's devices; their number is the tensor-parallel size. Which GPUs they are is CUDA_VISIBLE_DEVICES's business.
         max_running_samples: most requests running at once.
         seed: of the engine; requests cannot be seeded one by one.
+        colocated: it will sleep; on a GPU it then uses the package torch_memory_saver and keeps its weights in host memory meanwhile.
 
     Example:
         generator = SGLangGenerator(SGLangConfig(model=folder), devices=["cpu"], max_running_samples=32, seed=0)
@@ -71,13 +70,19 @@ class SGLangGenerator(Generator):
     """
 
     def __init__(
-        self, config: SGLangConfig, *, devices: Sequence[int | str], max_running_samples: int, seed: int
+        self,
+        config: SGLangConfig,
+        *,
+        devices: Sequence[int | str],
+        max_running_samples: int,
+        seed: int,
+        colocated: bool = False,
     ) -> None:
         self.version = 0
         self._config = config
         self._devices = list(devices)
         self._max_running_samples = max_running_samples
-        self._seed = seed
+        self._seed, self._colocated = seed, colocated
         self._device = "cpu" if config.device == "cpu" or (config.device == "auto" and "cpu" in devices) else "cuda"
         self._expected: dict[str, tuple[int, ...]] = {}
         self._optional: set[str] = set()
@@ -187,17 +192,19 @@ class SGLangGenerator(Generator):
             if not self._expected:  # a checkpoint without safetensors: the first update is the reference
                 self._expected = dict(weights.shapes)
             check_parameters(weights.shapes, self._expected, self._optional)
-            if "weights" in self._asleep:
-                raise RuntimeError("the engine's weights are asleep: wake(['weights']) before an update")
+            await self._resume(["weights"])
             self._open.clear()
             touched = False
             try:
-                if pause == "abort":
-                    await self._end_running()
+                async with self.phase("pause"):
+                    if pause == "abort":
+                        await self._end_running()
+                    if self._adapters is None:
+                        await self._pause("in_place" if pause == "in_place" else "retract")
                 if self._adapters is not None:
-                    await self._within(_LOAD_TIMEOUT_S, "load", self._adapters.load(weights, version))
+                    async with self.phase("update"):
+                        await self._within("load", self._adapters.load(weights, version))
                 else:
-                    await self._pause("in_place" if pause == "in_place" else "retract")
                     touched = True
                     await self._load(weights, version, route, flush=pause != "in_place")
                 self.version, touched = version, False
@@ -209,17 +216,18 @@ class SGLangGenerator(Generator):
                     self._broken = (
                         self._broken or f"update to version {version} failed midway: the engine's weights are undefined"
                     )
-                await self._go_on()
+                async with self.phase("continue"):
+                    await self._go_on()
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Release GPU memory; needs `engine_args={"enable_memory_saver": True}` there. On a CPU it pauses and releases nothing.
+        """Release GPU memory; needs `colocated` there. On a CPU it pauses and releases nothing.
 
         Raises:
             RuntimeError: on a GPU without the memory saver.
         """
         if self._device == "cuda" and not self._engine.server_args.enable_memory_saver:
             raise RuntimeError(
-                'sleep needs SGLangConfig.engine_args["enable_memory_saver"] = True (package torch_memory_saver)'
+                'sleep needs WorkerConfig.placement="colocated", or SGLang\'s enable_memory_saver (package torch_memory_saver)'
             )
         async with self._updating:
             new = [tag for tag in tags if tag not in self._asleep]
@@ -227,17 +235,20 @@ class SGLangGenerator(Generator):
                 self._open.clear()
                 await self._pause("retract")
                 request = self._io.ReleaseMemoryOccupationReqInput(tags=new)
-                await self._within(_CONTROL_TIMEOUT_S, "sleep", self._manager.release_memory_occupation(request, None))
+                await self._within("sleep", self._manager.release_memory_occupation(request, None), _SLEEP_TIMEOUT_S)
                 self._asleep.update(new)
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         async with self._updating:
-            known = [tag for tag in tags if tag in self._asleep]
-            if known:
-                request = self._io.ResumeMemoryOccupationReqInput(tags=known)
-                await self._within(_CONTROL_TIMEOUT_S, "wake", self._manager.resume_memory_occupation(request, None))
-                self._asleep.difference_update(known)
-            await self._go_on()
+            await self._resume(tags)
+            await self._go_on(_SLEEP_TIMEOUT_S)
+
+    async def _resume(self, tags: Sequence[str]) -> None:
+        known = [tag for tag in tags if tag in self._asleep]
+        if known:
+            request = self._io.ResumeMemoryOccupationReqInput(tags=known)
+            await self._within("wake", self._manager.resume_memory_occupation(request, None), _SLEEP_TIMEOUT_S)
+            self._asleep.difference_update(known)
 
     def check(self) -> None:
         """Raise when the engine is broken.
@@ -274,7 +285,7 @@ class SGLangGenerator(Generator):
                     descendant.kill()
             process.kill()
         for process in processes:
-            await asyncio.to_thread(process.join, _CONTROL_TIMEOUT_S)
+            await asyncio.to_thread(process.join, _SLEEP_TIMEOUT_S)
             process.close()
         for socket in (engine.send_to_rpc, self._manager.recv_from_detokenizer, self._manager.send_to_scheduler):
             socket.close(linger=0)
@@ -311,6 +322,8 @@ class SGLangGenerator(Generator):
                 args["dtype"] = "float32"
         else:
             args["tp_size"] = len(self._devices)
+            if self._colocated:
+                args |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         if self._config.adapter is not None:
             args |= engine_args(self._config.adapter, self._device)
         return args | given | {"custom_weight_loader": [*given.get("custom_weight_loader", ()), LOADER]}
@@ -373,15 +386,10 @@ class SGLangGenerator(Generator):
     async def _end_running(self) -> None:
         await self.abort()
         if self._running:
-            ends = [running.ended for running in self._running.values()]
-            _, late = await asyncio.wait(ends, timeout=_CONTROL_TIMEOUT_S)
-            if late:
-                raise RuntimeError(f"{len(late)} requests did not end within {_CONTROL_TIMEOUT_S} s of their abort")
+            await asyncio.wait([running.ended for running in self._running.values()])
 
     async def _pause(self, mode: str) -> None:
-        await self._within(
-            _CONTROL_TIMEOUT_S, "pause", self._manager.pause_generation(self._io.PauseGenerationReqInput(mode=mode))
-        )
+        await self._within("pause", self._manager.pause_generation(self._io.PauseGenerationReqInput(mode=mode)))
 
     async def _load(self, weights: StagedWeights, version: int, route: Route | None, flush: bool) -> None:
         import torch
@@ -398,20 +406,21 @@ class SGLangGenerator(Generator):
             weight_version=str(version),
         )
         begin, end = io.BeginWeightUpdateReqInput(), io.EndWeightUpdateReqInput()
-        await self._step("begin", _CONTROL_TIMEOUT_S, manager.begin_weight_update(begin, None))
-        await self._step("load", _LOAD_TIMEOUT_S, manager.update_weights_from_tensor(request, None))
-        await self._step("end", _CONTROL_TIMEOUT_S, manager.end_weight_update(end, None))
+        await self._step("begin", manager.begin_weight_update(begin, None))
+        await self._step("update", manager.update_weights_from_tensor(request, None))
+        await self._step("end", manager.end_weight_update(end, None))
 
-    async def _step(self, what: str, limit_s: float, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
-        success, message = await self._within(limit_s, what, call)
+    async def _step(self, phase: UpdatePhase, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
+        async with self.phase(phase):
+            success, message = await self._within(phase, call)
         if not success:
-            raise RuntimeError(f"SGLang's {what} of a weight update failed: {message}")
+            raise RuntimeError(f"phase `{phase}`: SGLang says: {message}")
 
-    async def _go_on(self) -> None:
+    async def _go_on(self, limit_s: float | None = None) -> None:
         if self._asleep or self._broken:
             return
         request = self._io.ContinueGenerationReqInput(torch_empty_cache=self._device == "cuda")
-        await self._within(_CONTROL_TIMEOUT_S, "continue", self._manager.continue_generation(request))
+        await self._within("continue", self._manager.continue_generation(request), limit_s)
         self._open.set()
         self._let_go(aborted=False)
 
@@ -429,7 +438,7 @@ class SGLangGenerator(Generator):
         if self._broken:
             raise RuntimeError(self._broken)
 
-    async def _within(self, limit_s: float, what: str, call: Coroutine[Any, Any, T]) -> T:
+    async def _within(self, what: str, call: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
         """The call's result; RuntimeError when it takes too long or a process of the engine dies meanwhile."""
         task = asyncio.create_task(call)
         try:

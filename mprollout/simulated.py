@@ -339,22 +339,24 @@ class SimulatedGenerator(Generator):
             if self.parameters is None:
                 self.parameters = dict(weights.shapes)
             check_parameters(weights.shapes, self.parameters)
-            if pause == "abort":
-                await self.abort()
-            self._halt("update")
+            async with self.phase("pause"):
+                if pause == "abort":
+                    await self.abort()
+                self._halt("update")
             try:
-                await asyncio.sleep(self._config.update_s)
-                if route is not None:
-                    await asyncio.to_thread(self._receive, weights, route)
+                async with self.phase("update"):
+                    await asyncio.sleep(self._config.update_s)
+                    if route is not None:
+                        await asyncio.to_thread(self._receive, weights, route)
                 for run in self._runs.values():
                     run.stamp(self.version)
                     run.old_kv = pause == "in_place"
-                    if pause == "retract" and run.made and not run.finished:
-                        run.prefill_left_s = self._config.prefill_s
-                        run.nudge()
+                if pause == "retract":
+                    self._retract()
                 self.version = version
             finally:
-                self._go_on("update")
+                async with self.phase("continue"):
+                    self._go_on("update", "weights")
 
     def _receive(self, weights: StagedWeights, route: Route) -> None:
         """What SGLang's schedulers do (`loading`), the model apart: a simulated engine needs no more of the weights than that they came."""
@@ -371,6 +373,7 @@ class SimulatedGenerator(Generator):
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         self._halt(*tags)
+        self._retract()
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         self._go_on(*tags)
@@ -380,6 +383,12 @@ class SimulatedGenerator(Generator):
 
     async def close(self) -> None:
         await self.abort()
+
+    def _retract(self) -> None:
+        for run in self._runs.values():
+            if run.made and not run.finished:
+                run.prefill_left_s = self._config.prefill_s
+                run.nudge()
 
     def _halt(self, *reasons: str) -> None:
         self._halted_by.update(reasons)

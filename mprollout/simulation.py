@@ -379,11 +379,11 @@ class _Simulation:
     async def _push(self, fd: int) -> None:
         self._gate.check_update()
         version, self._applied = self._updates.mint(), 0
-        for channel in self._channels:
+        for sent, channel in enumerate(self._channels, 1):
             channel.send(messages.Update(version=version, pause=self._config.weights.pause), [fd])
-        while self._applied < len(self._channels):
-            self._news.clear()
-            await self._news.wait()
+            while self._applied < sent and (self._config.weights.rolling or sent == len(self._channels)):
+                self._news.clear()
+                await self._news.wait()
         self._updates.complete(version)
         self._turn()
 

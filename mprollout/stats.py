@@ -47,17 +47,22 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     pid: int
     state: str
-    """starting | syncing | ready | restarting | lost"""
+    """starting | syncing | ready | evaluating | asleep | restarting | lost"""
     restarts: int
     running_samples: int
     peak_running_samples: int
     rewarding_samples: int
     tokens_generated: int
     samples_finished: int
+    evaluated_tokens: int
+    """For evaluations; not among `tokens_generated`."""
+    evaluated_samples: int
     groups_published: int
     retried: int
     version: int
     start_s: float
+    update_s: tuple[float, float]
+    """Beginning and end of its last weight update, on the clock of `time.monotonic`; the end is earlier while one is under way."""
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,10 +231,13 @@ def worker_stats(segment: _native.Segment, states: dict[int, WorkerState]) -> li
                 rewarding_samples=words[WorkerWord.REWARDING_SAMPLES],
                 tokens_generated=words[WorkerWord.TOKENS_GENERATED],
                 samples_finished=words[WorkerWord.SAMPLES_FINISHED],
+                evaluated_tokens=words[WorkerWord.EVALUATED_TOKENS],
+                evaluated_samples=words[WorkerWord.EVALUATED_SAMPLES],
                 groups_published=words[WorkerWord.GROUPS_PUBLISHED],
                 retried=words[WorkerWord.ATTEMPTS_RETRIED],
                 version=words[WorkerWord.VERSION],
                 start_s=state.start_s if state else 0.0,
+                update_s=(words[WorkerWord.UPDATE_BEGAN_NS] / 1e9, words[WorkerWord.UPDATE_ENDED_NS] / 1e9),
             )
         )
     return found

@@ -6,7 +6,14 @@
 Invariants: every attempt has a version number of its own, never used again, and exactly one `UpdateDone`, whether it was applied, refused,
 given up or never sent (an interrupted trainer asks for the answer with `GiveUpUpdate`, as often as it likes). A version counts as
 completed only when every living worker applied it; until then its tokens count as no newer than the updates completed before.
-Workers that applied a refused version go back to the last good copy, which is kept for those that start again.
+Workers that applied a refused version go back to the last good copy, which is kept for those that start again. A worker that is set
+aside for an evaluation counts as one that starts again: an update completes without it, and it catches up before it claims.
+
+The lag bound needs no more than this: *whoever claims has the last completed version, or a newer attempt*. Then no token of a ticket is
+older than the update that was the last at its admission, and `gate` has the rest of the argument. It holds when the workers apply an
+attempt one after another (`rolling`) as when they do it together: until all have, nothing is completed, those that wait for their turn have
+the last completed version, and the tokens of those that had theirs count as no newer than it. What rolling changes is that tickets are
+claimed during an update; with `max_lag=0` there is none to claim then.
 """
 
 from __future__ import annotations
@@ -26,7 +33,8 @@ from mprollout import messages
 from mprollout.config import EngineConfig
 from mprollout.errors import GetTimeout, WeightUpdateFailed
 from mprollout.gate import Gate
-from mprollout.generator import PauseMode
+from mprollout.generator import UPDATE_PHASES, PauseMode
+from mprollout.ring import WorkerWord
 from mprollout.route import Route
 from mprollout.stats import describe_workers
 from mprollout.transports import make_transport
@@ -57,9 +65,11 @@ class Updates:
             base: updates behind the loaded checkpoint's policy; this trainer's are counted from there.
         """
         self.version = 0
-        """The last version that all workers applied."""
+        """The last version that all workers applied (those set aside for an evaluation catch up before they claim)."""
         self.minted = minted
         self._config, self._gate, self._base = config, gate, base
+        self.settings = config.weights
+        """Of the next push; a benchmark compares some on one engine."""
         # version -> completed updates that its tokens count from, negative for those before the checkpoint; one that was
         # never sent has no tokens and the number of the one before
         self._completed_at = {0: -base}
@@ -92,8 +102,8 @@ class Updates:
 
         with self._one_at_a_time:
             attendant.raise_fault()
-            settings = self._config.weights
-            limit_s = settings.limit_s(timeout_s)
+            settings = self.settings
+            limit_s = settings.limit_s(timeout_s, len(self._config.workers.devices))
             if self._gate.awaits_weights:
                 self._wait_for_what_is_ahead(limit_s, attendant, taker)
             with attendant.lock:
@@ -135,14 +145,10 @@ class Updates:
         Raises:
             GetTimeout: it did not end in time.
         """
-        if not self._one_at_a_time.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise GetTimeout(f"evaluate: an update was under way for longer than {timeout_s} s")
+        pin = object()
         try:
-            pin = object()
-            self._pins.add(pin)
-        finally:
-            self._one_at_a_time.release()
-        try:
+            with self.alone("evaluate", timeout_s):
+                self._pins.add(pin)
             yield
         finally:
             self._pins.discard(pin)
@@ -164,6 +170,16 @@ class Updates:
                 )
 
         attendant.wait_news(lambda: not ahead(), check_time)
+
+    @contextlib.contextmanager
+    def alone(self, what: str, timeout_s: float | None) -> Iterator[None]:
+        """No update is under way while this is open. Raises as `pinned`, whose `what` it names."""
+        if not self._one_at_a_time.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise GetTimeout(f"{what}: an update was under way for longer than {timeout_s} s")
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     def _wait_for_pins(self, limit_s: float, attendant: Attendant) -> None:
         deadline = time.monotonic() + limit_s
@@ -201,7 +217,8 @@ class Updates:
             self._unanswered = version
             update = messages.Update(
                 version=version,
-                pause=self._config.weights.pause,
+                pause=self.settings.pause,
+                rolling=self.settings.rolling,
                 updates_before=self.updates,
                 updates_after=self.updates + (not self._gate.awaits_weights),
                 route=carriage.route,
@@ -221,9 +238,10 @@ class Updates:
             first = done.failures[0]
             raise WeightUpdateFailed(
                 f"update {version}: not applied by all {len(self._config.workers.devices)} workers; the policy version stays "
-                f"{self.version}, and workers that had applied it go back: {first.error}; "
+                f"{self.version}, and workers that had applied it go back: {first.who}{first.error}; "
                 f"{describe_workers(attendant.segment, attendant.states)}",
                 worker=first.worker,
+                pid=first.pid or None,
                 worker_traceback=first.traceback,
             )
         with attendant.lock:
@@ -246,12 +264,16 @@ class Updates:
 class _Attempt(msgspec.Struct):
     version: int
     pause: PauseMode
+    rolling: bool
     updates_after: int
     fd: int
-    awaiting: set[int]
-    applied: set[int]
-    failures: list[messages.Applied]
-    route: Route | None
+    turns: list[int] = []
+    """Workers that are still to get it."""
+    awaiting: set[int] = set()
+    """Those that have got it and not yet answered."""
+    applied: set[int] = set()
+    failures: list[messages.Applied] = []
+    route: Route | None = None
 
 
 class WeightSync:
@@ -269,21 +291,25 @@ class WeightSync:
     def begin(self, message: messages.Update, fd: int) -> None:
         """Send a new copy to every worker that runs. Owns the descriptor."""
         assert self._attempt is None, "the trainer sends one update at a time"
-        told = [worker for worker in self._keeper.workers if worker.state in ("ready", "syncing")]
+        told = [
+            worker for worker in self._keeper.workers if worker.state in ("ready", "syncing") and not worker.evaluation
+        ]
         route = message.route
         if route is not None and any(route.to(worker.index, worker.restarts) is None for worker in told):
             route = None  # one that the trainer did not know of
         if route is not None and len(told) < len(route.first_ranks):
             route = None  # one has died: the others would wait for it
-        self._attempt = _Attempt(message.version, message.pause, message.updates_after, fd, set(), set(), [], route)
+        self._attempt = _Attempt(
+            message.version, message.pause, message.rolling, message.updates_after, fd, route=route
+        )
         self.updates[message.version] = message.updates_before
         for worker in told:
             self._send_newest(worker)
         self._maybe_end()
 
     def bring_up_to_date(self, worker: Worker) -> None:
-        """A worker's engine runs: let it go, or send the newest copy first."""
-        if self._attempt is None and self._good is None:
+        """A worker's engine runs and claims nothing: let it go, or send the newest copy first."""
+        if self._attempt is None and worker.version == (self._good[0] if self._good is not None else 0):
             self._keeper.let_go(worker)
         else:
             worker.state = "syncing"
@@ -293,6 +319,8 @@ class WeightSync:
         """A worker's answer, to this attempt or to an earlier copy."""
         attempt = self._attempt
         current = attempt is not None and message.version == attempt.version
+        if not message.error:
+            worker.version = message.version
         if attempt is not None and current:
             attempt.awaiting.discard(worker.index)
             if message.error:
@@ -309,6 +337,8 @@ class WeightSync:
         """A dead worker is waited for no longer: its successor gets the newest copy."""
         if self._attempt is not None:
             self._attempt.awaiting.discard(worker.index)
+            if worker.index in self._attempt.turns:
+                self._attempt.turns.remove(worker.index)
             self._maybe_end()
 
     def give_up(self, message: messages.GiveUpUpdate) -> None:
@@ -316,7 +346,9 @@ class WeightSync:
         attempt = self._attempt
         if attempt is not None and attempt.version == message.version:
             late, attempt.awaiting = attempt.awaiting, set()
-            attempt.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
+            attempt.failures += [self._late(self._keeper.workers[index], message) for index in sorted(late)]
+            if not late:
+                attempt.failures.append(messages.Applied(worker=-1, version=message.version, error=message.why))
             for index in late:
                 self._keeper.workers[index].kill(
                     f"weight update {message.version} was not applied: {message.why}",
@@ -326,23 +358,40 @@ class WeightSync:
         elif message.version > self.answered:  # minted, and interrupted before it was sent
             self._answer(message.version, [messages.Applied(worker=-1, version=message.version, error=message.why)])
 
+    def _late(self, worker: Worker, message: messages.GiveUpUpdate) -> messages.Applied:
+        phase = self._keeper.segment.worker_words(worker.index)[WorkerWord.UPDATE_PHASE]
+        where = f"in phase `{UPDATE_PHASES[phase - 1]}`" if phase else "it has not begun"
+        return messages.Applied(
+            worker=worker.index, version=message.version, pid=worker.pid, error=f"{where}: {message.why}"
+        )
+
     def abandon(self, why: str) -> None:
         """The trainer is gone: whatever it was pushing is given up."""
         if self._attempt is not None:
             self.give_up(messages.GiveUpUpdate(version=self._attempt.version, why=why))
 
     def _send_newest(self, worker: Worker) -> None:
-        """The copy under way, else the last good one."""
-        if (attempt := self._attempt) is not None:
-            attempt.awaiting.add(worker.index)
-            route = attempt.route.to(worker.index, worker.restarts) if attempt.route is not None else None
-            worker.send(messages.Update(version=attempt.version, pause=attempt.pause, route=route), [attempt.fd])
+        """The copy under way, when it is the worker's turn; else the last good one."""
+        if self._attempt is not None:
+            self._attempt.turns.append(worker.index)
+            self._next_turns(self._attempt)
         elif self._good is not None:
             worker.send(messages.Update(version=self._good[0], pause="retract"), [self._good[1]])
 
+    def _next_turns(self, attempt: _Attempt) -> None:
+        while attempt.turns and not attempt.failures and not (attempt.rolling and attempt.awaiting):
+            worker = self._keeper.workers[attempt.turns.pop(0)]
+            if not worker.evaluation:  # it was set aside meanwhile
+                attempt.awaiting.add(worker.index)
+                route = attempt.route.to(worker.index, worker.restarts) if attempt.route is not None else None
+                worker.send(messages.Update(version=attempt.version, pause=attempt.pause, route=route), [attempt.fd])
+
     def _maybe_end(self) -> None:
         attempt = self._attempt
-        if attempt is None or attempt.awaiting:
+        if attempt is None:
+            return
+        self._next_turns(attempt)
+        if attempt.awaiting:
             return
         if not attempt.applied and not attempt.failures:
             if any(worker.state != "lost" for worker in self._keeper.workers):
@@ -358,6 +407,9 @@ class WeightSync:
             self._good = (attempt.version, attempt.fd)
             self.updates[attempt.version] = attempt.updates_after
         self._answer(attempt.version, attempt.failures)
+        for index in attempt.turns:  # one failed before it was their turn
+            if self._keeper.workers[index].state == "syncing":
+                self.bring_up_to_date(self._keeper.workers[index])
 
     def _answer(self, version: int, failures: list[messages.Applied]) -> None:
         self.answered = version

@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mprollout.config import EngineConfig
-from mprollout.errors import DataExhausted, GetTimeout, RingStarved
+from mprollout.errors import DataExhausted, EngineAsleep, GetTimeout, RingStarved
 from mprollout.ring import Plan, WorkerWord
 from mprollout.schema import Meta
 from mprollout.stats import describe_workers
 
 if TYPE_CHECKING:
     from mprollout.attendant import Attendant
+    from mprollout.sleeping import Sleeping
     from mprollout.taker import Taken, Taker
 
 SAFETY_LOOK_S = 0.25
@@ -140,8 +141,10 @@ class Waiting:
         attendant: Attendant,
         taker: Taker,
         waits: Waits,
+        sleeping: Sleeping,
     ) -> None:
         self._config, self._plan, self._attendant, self._taker, self._waits = config, plan, attendant, taker, waits
+        self._sleeping = sleeping
         self._starved_since = math.inf
 
     def fill(self, n: int, timeout: float | None, check_open: Callable[[], object]) -> None:
@@ -163,6 +166,10 @@ class Waiting:
                 if taker.to_recycle:
                     attendant.ring()
                 attendant.raise_fault()
+                if self._sleeping.asleep:
+                    raise EngineAsleep(
+                        f"get({n}): {n - missing} groups are deliverable, and the workers sleep: call wake() first"
+                    )
                 self._check_meetable(n, booked)
             self._check_room(n)
             left = min(SAFETY_LOOK_S, deadline - time.monotonic())

@@ -2,7 +2,7 @@
 
     claim loop    produces running tickets  / waits for a free sample place, then a READY ticket / unblocked by a finished sample, the bell
     ticket task   produces one group        / waits for its samples (`sampler`)                  / unblocked by engine and rewards
-    control       applies weights, evaluates, stops / waits for the keeper's socket              / unblocked by the kernel
+    control       applies weights, evaluates, sleeps, stops / waits for the keeper's socket              / unblocked by the kernel
 
 Invariants: nothing here ever waits for the trainer (`Producer.publish` cannot: its room was reserved at the claim). A ticket leaves this
 process by exactly one of publish, end, give_back, or by its death (`recover` in the keeper). `worker_process` starts and ends it.
@@ -25,10 +25,11 @@ from mprollout import _native, messages
 from mprollout.config import EngineConfig, SamplingConfig
 from mprollout.errors import ConfigError
 from mprollout.evaluation import EvaluationItem, EvaluationRequest, run_share
+from mprollout.generator import UPDATE_PHASES, UpdatePhase
 from mprollout.ledger import Reason
 from mprollout.ring import DISCARDED, SUSPECT_DEATHS, WorkerWord, encode_group
 from mprollout.rollout import RolloutFunction
-from mprollout.sampler import Attempt, Made, Sampler, derive_seed, reason_of, text_of
+from mprollout.sampler import Attempt, Made, Sampler, derive_seed, reason_of, run_deadlines, stop_deadlines, text_of
 from mprollout.schema import Meta, Sampled
 from mprollout.source import Prompt, render
 from mprollout.weights import StagedWeights
@@ -63,6 +64,7 @@ class RolloutWorker:
         self._words = segment.worker_words(index)
         self._producer = _native.Producer(segment, index)
         self._generator = generator
+        generator.weights, generator.on_phase = config.weights, self._on_phase
         self._sampler = Sampler(config, generator, rollout, self._words)
         self._rung, self._go, self._stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,11 +124,13 @@ class RolloutWorker:
     # -- claiming ------------------------------------------------------------------------------------------------
 
     async def _claim_loop(self) -> None:
-        await self._go.wait()
+        places = self._sampler.places
         while True:
-            await self._sampler.places.wait_room()
-            claim = self._producer.claim()
+            await self._go.wait()
+            await places.wait_room()
+            claim = self._claim()
             if claim is None:
+                places.offer()  # to an evaluation
                 claim = await self._sleep_until_claim()
             self._claims[claim.ticket] = claim
             if claim.deaths < SUSPECT_DEATHS:
@@ -137,13 +141,17 @@ class RolloutWorker:
                     await asyncio.wait(self._running)
                 await self._spawn(self._run_ticket(claim))
 
+    def _claim(self) -> _native.Claim | None:
+        """None as long as there is no ticket, or the keeper says to hold."""
+        return self._producer.claim() if self._go.is_set() else None
+
     async def _sleep_until_claim(self) -> _native.Claim:
         """Say idle, then look again (the admitter admits, then looks for idle workers: one of the two sees the other)."""
         try:
             while True:
                 self._rung.clear()
                 self._producer.set_idle(True)
-                claim = self._producer.claim()
+                claim = self._claim()
                 self._words[WorkerWord.STARVED_FOR_ROOM] = claim is None and self._producer.starved_for_room
                 if claim is not None:
                     return claim
@@ -313,6 +321,12 @@ class RolloutWorker:
             match message:
                 case messages.Go():
                     self._go.set()
+                    self._rung.set()
+                case messages.Hold():
+                    self._go.clear()
+                case messages.Sleep():
+                    self._go.clear()
+                    self._spawn(self._sleep(message))
                 case messages.Stop():
                     self._stop.set()
                 case messages.Update():
@@ -324,27 +338,59 @@ class RolloutWorker:
 
     async def _apply(self, message: messages.Update, fd: int) -> None:
         error: BaseException | None = None
+        limit_s, words = self._config.weights.timeout_s, self._words
         async with self._update_lock:
+            words[WorkerWord.UPDATE_BEGAN_NS] = time.monotonic_ns()
             try:
                 staged = await asyncio.to_thread(StagedWeights.open, fd)  # its checksum reads every byte
                 try:
                     # Not before the file is read: what begins meanwhile is aborted, too.
                     self._sampler.updates_seen += 1
-                    async with asyncio.timeout(self._config.weights.timeout_s):
+                    async with asyncio.timeout(limit_s):
                         await self._generator.update_weights(staged, message.version, message.pause, message.route)
                 finally:
                     staged.close()
+            except TimeoutError as late:
+                where = ", ".join(getattr(late.__cause__, "__notes__", ["before its first phase"]))
+                error = RuntimeError(f"{where}: the update took more than WeightsConfig.timeout_s={limit_s:g}")
             except Exception as caught:
                 error = caught
-            self._words[WorkerWord.VERSION] = self._generator.version
-            self._words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
+            words[WorkerWord.UPDATE_PHASE] = 0
+            words[WorkerWord.VERSION] = self._generator.version
+            words[WorkerWord.PROGRESS_NS] = words[WorkerWord.UPDATE_ENDED_NS] = time.monotonic_ns()
         self._send(
             messages.Applied(
                 worker=self._index,
                 version=message.version,
+                pid=os.getpid(),
                 error=f"{type(error).__name__}: {error}" if error else "",
                 traceback=text_of(error) if error else "",
                 harmed=error is not None and not isinstance(error, ValueError),
+            )
+        )
+
+    def _on_phase(self, phase: UpdatePhase) -> None:
+        self._words[WorkerWord.UPDATE_PHASE] = 1 + UPDATE_PHASES.index(phase)
+
+    async def _sleep(self, message: messages.Sleep) -> None:
+        error: Exception | None = None
+        async with self._update_lock:
+            try:
+                if message.asleep:
+                    stop_deadlines()
+                    await self._generator.sleep()
+                else:
+                    await self._generator.wake()
+                    run_deadlines()
+            except Exception as caught:
+                error = caught
+            self._words[WorkerWord.PROGRESS_NS] = time.monotonic_ns()
+        self._send(
+            messages.Slept(
+                worker=self._index,
+                asleep=message.asleep,
+                error=f"{type(error).__name__}: {error}" if error else "",
+                traceback=text_of(error) if error else "",
             )
         )
 
@@ -372,6 +418,7 @@ class RolloutWorker:
                     one.sample.token_ids,
                     one.input.text,
                     one.reward,
+                    one.sample.finish_reason,
                     [(span.version, span.start, span.end) for span in one.sample.versions],
                 )
                 for i, one in enumerate(made)

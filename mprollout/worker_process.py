@@ -58,6 +58,7 @@ def make_generator(config: EngineConfig, index: int) -> Generator:
         devices=devices if isinstance(devices, list) else [devices],
         max_running_samples=config.workers.max_running_samples,
         seed=derive_seed(config.seed, index),
+        colocated=config.workers.placement == "colocated",
     )
 
 

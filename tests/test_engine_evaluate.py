@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import signal
 import threading
+import time
 
+import numpy as np
 import pytest
 import rewards
 import torch
@@ -15,6 +17,7 @@ from played import played
 
 import mprollout as mp
 from mprollout import messages
+from mprollout.evaluation import like
 from mprollout.source import PromptSource
 
 pytestmark = pytest.mark.timeout(60)
@@ -84,10 +87,9 @@ def test_rows_of_a_worker_that_dies_are_dealt_again_when_it_is_back():
 
 def test_plain_rows_for_an_engine_over_reasoning_gym_are_questions():
     gym = mp.SourceConfig(reasoning_gym="chain_sum", reasoning_gym_args={"size": 3, "seed": 1})
-    engine = mp.RolloutEngine(config(source=gym))
-    assert PromptSource(engine._like_source([{"question": "1 + 1?"}])).row(0)[2] == {"question": "1 + 1?"}
+    assert PromptSource(like(gym, [{"question": "1 + 1?"}])).row(0)[2] == {"question": "1 + 1?"}
     with pytest.raises(mp.SourceError, match="row 0: no field 'question'"):
-        PromptSource(engine._like_source([{"prompt": "1 + 1?"}]))
+        PromptSource(like(gym, [{"prompt": "1 + 1?"}]))
 
 
 def test_an_evaluation_waits_for_a_worker_and_ends_with_the_keeper():
@@ -113,6 +115,13 @@ def test_evaluation_is_beside_the_ring():
         )
         assert result.rewards.shape == (7, 3) and result.versions == [0]
         assert [[float(len(ids)) for ids in row] for row in result.token_ids] == result.rewards.tolist()
+        assert result.lengths.tolist() == result.rewards.tolist()
+        ended = {
+            (length == 8, reason)
+            for row, why in zip(result.lengths, result.finish_reasons, strict=True)
+            for length, reason in zip(row, why, strict=True)
+        }
+        assert (False, "stop") in ended and (False, "length") not in ended
         assert sorted(drain(engine)) == list(range(40))
 
 
@@ -125,43 +134,134 @@ SECOND_LONG = {
 THREE_ROWS = [{"prompt": str(i), "answer": ""} for i in range(3)]
 
 
-@contextlib.contextmanager
-def evaluating(engine: mp.RolloutEngine, results: list[mp.EvaluationResult], pinned: bool):
-    """An evaluation on another thread; joined at the end."""
-    thread = threading.Thread(target=lambda: results.append(engine.evaluate(THREE_ROWS, timeout=30, pinned=pinned)))
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join()
+def push(engine: mp.RolloutEngine, timeout: float = 20) -> int:
+    return engine.update_weights({"w": torch.zeros(4)}, timeout=timeout)
 
 
 def test_an_evaluation_that_pins_its_version_keeps_it_and_updates_wait():
-    """slime#2339: one version in all of it, an update waits until it ends or for its own timeout; nothing of it enters the ring."""
+    """slime#2339: one version in all of it; an update of the same thread waits until it ends or for its own timeout, and nothing deadlocks."""
     with mp.RolloutEngine(config(rows=12, **SECOND_LONG)) as engine:
-        results: list[mp.EvaluationResult] = []
-        with evaluating(engine, results, pinned=True):
-            until(lambda: engine._updates._pins, "the version is pinned")
-            with pytest.raises(
-                mp.WeightUpdateFailed, match=r"version 0 pinned for longer than 0\.1 s; nothing was sent"
-            ):
-                engine.update_weights({"w": torch.zeros(4)}, timeout=0.1)
-            assert engine.update_weights({"w": torch.zeros(4)}, timeout=20) == 1
-        assert results[0].versions == [0] and engine.policy_version == 1
-        assert engine.evaluate(THREE_ROWS[:1], timeout=20, pinned=True).versions == [1]
+        evaluation = engine.submit_evaluation(THREE_ROWS, timeout=30, pinned=True)
+        until(lambda: engine._updates._pins, "the version is pinned")
+        with pytest.raises(mp.WeightUpdateFailed, match=r"version 0 pinned for longer than 0\.1 s; nothing was sent"):
+            push(engine, timeout=0.1)
+        assert push(engine) == 1
+        assert evaluation.result(timeout=0.5).versions == [0] and engine.policy_version == 1
+        pushed: list[int] = []
+        evaluation = engine.submit_evaluation(THREE_ROWS[:1], timeout=20, pinned=True)
+        evaluation.add_done_callback(lambda _: pushed.append(push(engine)))  # on its own thread, its pin gone
+        assert evaluation.result(timeout=20).versions == [1]
+        until(lambda: pushed == [2], "the callback has pushed")
         assert sorted(drain(engine)) == list(range(12)) and engine.stats().outcomes == {"taken": 12}
+        assert engine.stats().workers[0].evaluated_samples == 16 and engine.stats().workers[0].samples_finished == 48
+        evaluation = engine.submit_evaluation(THREE_ROWS)
+    with pytest.raises(mp.EngineClosed):
+        evaluation.result(timeout=5)
 
 
 def test_an_evaluation_names_the_versions_of_the_updates_beside_it():
     """slime#2339: an evaluation names every version that sampled a token of it; nothing of it enters the ring; neither call waits for the other."""
     with mp.RolloutEngine(config(rows=12, **SECOND_LONG)) as engine:
-        results: list[mp.EvaluationResult] = []
-        with evaluating(engine, results, pinned=False) as thread:
-            while thread.is_alive():
-                engine.update_weights({"w": torch.zeros(4)})
-        (result,) = results
+        evaluation = engine.submit_evaluation(THREE_ROWS, timeout=30)
+        while not evaluation.done():
+            push(engine)
+        result = evaluation.result()
         assert len(result.versions) >= 2 and result.version == result.versions[-1] <= engine.policy_version
         assert result.versions == sorted(set(result.versions))
         assert all(len(ids) == 12 for row in result.token_ids for ids in row)
         assert engine.evaluate(THREE_ROWS[:1], timeout=20).versions == [engine.policy_version]
         assert sorted(drain(engine)) == list(range(12)) and engine.stats().outcomes == {"taken": 12}
+
+
+def test_a_share_of_the_workers_keeps_its_version_while_updates_go_on_and_catches_up_before_it_claims():
+    """slime#2339: the worker set aside claims nothing and applies nothing until the evaluation ends; updates complete without it."""
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=10, sigma=0.0, tokens_per_s=40),
+        "reward": mp.RewardConfig("exact"),
+        "workers": TWO_WORKERS,
+        "gate": mp.GateConfig(groups_per_update=2, max_lag=2),
+    }
+    with mp.RolloutEngine(config(rows=400, **changes)) as engine:
+
+        def state() -> list[str]:
+            return [worker.state for worker in engine.stats().workers]
+
+        lags: list[int] = []
+        claims: list[tuple[int, int, int]] = []
+
+        def step() -> None:
+            with engine.get(2, timeout=20) as batch:
+                lags.extend(group.lag for group in batch)
+                claims.extend((group.worker, group.meta.claimed_ns, int(group.token_versions.min())) for group in batch)
+            push(engine)
+
+        step()
+        rows = [{"prompt": str(i), "answer": ""} for i in range(20)]
+        evaluation = engine.submit_evaluation(rows, timeout=30, pinned="share")
+        until(lambda: state() == ["ready", "evaluating"], "worker 1 is set aside")
+        aside_ns = time.monotonic_ns()
+        with pytest.raises(mp.ConfigError, match=r"workers=2\): 2 workers live, and one at least must be left"):
+            engine.evaluate(rows, pinned="share", workers=2)
+        while not evaluation.done():
+            last_ns = time.monotonic_ns()
+            step()
+        result = evaluation.result()
+        assert result.versions == [1] and result.rewards.shape == (20, 4) and engine.policy_version >= 4
+        assert {worker for worker, claimed_ns, _ in claims if aside_ns < claimed_ns < last_ns} == {0}
+        until(lambda: state() == ["ready", "ready"], "worker 1 is back")
+        back_ns, version = time.monotonic_ns(), engine.policy_version
+        while not any(worker == 1 and claimed_ns > back_ns for worker, claimed_ns, _ in claims):
+            step()
+        assert all(oldest >= version for worker, claimed_ns, oldest in claims if worker == 1 and claimed_ns > back_ns)
+        assert 0 <= max(lags) <= 2
+
+
+def test_a_share_whose_workers_die_is_evaluated_again_with_one_version():
+    with mp.RolloutEngine(config(rows=12, **SECOND_LONG | {"workers": TWO_WORKERS})) as engine:
+        evaluation = engine.submit_evaluation(THREE_ROWS, timeout=30, pinned="share")
+        until(lambda: engine.stats().workers[1].state == "evaluating", "worker 1 is set aside")
+        os.kill(engine.stats().workers[1].pid, signal.SIGKILL)
+        push(engine)
+        result = evaluation.result(timeout=30)
+        assert result.versions == [1] and result.rewards.shape == (3, 4)
+        until(lambda: [w.state for w in engine.stats().workers] == ["ready", "ready"], "all are back")
+        assert sorted(drain(engine)) == list(range(12))
+
+
+def test_evaluation_and_training_share_the_places_and_neither_starves():
+    """Both would fill all 16 places: each gets half, whoever came first, as long as the other wants the rest."""
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=10, sigma=0.0, tokens_per_s=100),
+        "workers": mp.WorkerConfig(devices=["cpu"], max_running_samples=16),
+        "gate": mp.GateConfig(max_live_groups=40),
+    }
+    with mp.RolloutEngine(config(rows=4000, **changes)) as engine:
+        until(lambda: engine.stats().running_samples == 16, "training has all places")
+        before = engine.stats().workers[0].samples_finished
+        evaluation = engine.submit_evaluation([{"prompt": str(i)} for i in range(40)], timeout=30)
+        while not evaluation.done():
+            engine.get(1, timeout=20).release()
+        trained = engine.stats().workers[0].samples_finished - before
+        assert evaluation.result().lengths.sum() == 1600
+        assert 0.7 * 160 <= trained <= 1.4 * 160
+
+
+def test_pass_at_k_is_the_unbiased_estimator():
+    """Chen et al. 2021: 1 - C(n - c, k) / C(n, k)."""
+    rewards = np.array([[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0.5, 0, 0], [1, 1, 1, 1, 1]], np.float32)
+    result = mp.EvaluationResult(
+        rewards=rewards,
+        lengths=np.zeros((4, 5), np.int32),
+        finish_reasons=[],
+        texts=[],
+        token_ids=[],
+        versions=[],
+        seconds=0.0,
+    )
+    for k in range(1, 6):
+        for correct, found in ((1.0, [0, 1, 2, 5]), (0.5, [0, 1, 3, 5])):
+            want = [1 - math.comb(5 - c, k) / math.comb(5, k) for c in found]
+            np.testing.assert_allclose(result.pass_at(k, correct), want, atol=1e-12)
+    for k in (0, 6):
+        with pytest.raises(mp.ConfigError, match=f"k must be 1 to 5, the samples of a row; got {k}"):
+            result.pass_at(k)

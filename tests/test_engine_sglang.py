@@ -6,6 +6,7 @@ What one SGLang engine does by itself is in test_sglang_generator.py; here is wh
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -34,8 +35,9 @@ def engine(tiny_model):
         generator=mp.SGLangConfig(model=str(tiny_model), device="cpu", dtype="float32"),
         sampling=mp.SamplingConfig(group_size=4, max_new_tokens=TOKENS, ignore_eos=True),
         reward=mp.RewardConfig(length),
-        workers=mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16),
+        workers=mp.WorkerConfig(devices=["cpu", "cpu"], max_running_samples=16, placement="colocated"),
         gate=mp.GateConfig(max_live_groups=12),
+        weights=mp.WeightsConfig(begin_timeout_s=8.0),
     )
     with mp.RolloutEngine(config) as engine:
         owned = {engine._keeper.pid}
@@ -215,6 +217,122 @@ def test_an_update_that_fails_changes_nothing_and_its_number_is_gone(engine, mod
     refused = engine.state_dict()["minted"]
     models[refused + 1] = perturbed(models[before], seed=refused + 1)
     assert engine.update_weights(models[refused + 1].state_dict().items()) == refused + 1 == before + 2
+
+
+def test_an_evaluation_keeps_its_version_on_its_share_while_training_is_updated(engine, models):
+    """slime#2339: greedy answers of the version that it began with, from a worker that catches up afterwards."""
+    import torch
+
+    greedy = mp.SamplingConfig(
+        group_size=1, max_new_tokens=400, temperature=0, allow_biased_logprobs=True, ignore_eos=True
+    )
+    until(lambda: all(worker.state == "ready" for worker in engine.stats().workers), "both work", 120)
+    before, prompts = engine.policy_version, [[5, 6, 7, 8 + i] for i in range(4)]
+    evaluation = engine.submit_evaluation([{"prompt": ids} for ids in prompts], greedy, timeout=60, pinned="share")
+    until(lambda: engine.stats().workers[1].state == "evaluating", "worker 1 is set aside")
+    new = perturbed(models[before], seed=100)
+    while not evaluation.done():
+        models[engine.update_weights(new.state_dict())] = new
+        with engine.get(2, timeout=120) as batch:
+            for group in batch:
+                check_group(group, models)
+    result = evaluation.result()
+    assert result.versions == [before] and engine.policy_version > before
+    assert result.lengths.tolist() == [[400]] * 4 and result.finish_reasons == [["length"]] * 4
+    with torch.no_grad():
+        want = models[before].generate(
+            torch.tensor(prompts[:1]), do_sample=False, max_new_tokens=16, min_new_tokens=16, pad_token_id=3
+        )
+    assert result.token_ids[0][0][:16] == want[0, 4:].tolist()
+    until(lambda: [worker.version for worker in engine.stats().workers] == [engine.policy_version] * 2, "it catches up")
+
+
+def test_workers_sleep_are_updated_and_wake_and_their_samples_go_on(engine, models):
+    """Retracted, not lost: what ran before the sleep goes on with the weights that came during it, each token's logprob its version's."""
+    taken, retried = engine.stats().taken, engine.stats().retried
+    while engine.stats().running_samples < 8:
+        engine.get(1, timeout=120).release()
+        taken += 1
+    engine.sleep(timeout=30)
+    assert [worker.state for worker in engine.stats().workers] == ["asleep", "asleep"]
+    version = engine.policy_version + 1
+    models[version] = perturbed(models[engine.policy_version], seed=version)
+    assert engine.update_weights(models[version].state_dict(), timeout=30) == version
+    engine.sleep(timeout=30)  # the weights' memory again
+    running = engine.stats().running_samples
+    engine.wake(timeout=30)
+    mixed = 0
+    while engine.stats().taken < taken + 12:
+        with engine.get(4, timeout=120) as batch:
+            for group in batch:
+                check_group(group, models)
+                mixed += sum(len(sample.versions) == 2 for sample in group.samples)
+    assert running >= 8 and mixed > 0 and engine.stats().retried == retried
+
+
+def footprint(pid):
+    """By process below `pid`, and it: descriptors, and bytes that are its alone."""
+    found = {}
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        found[process.pid] = (process.num_fds(), process.memory_full_info().uss)
+    return found
+
+
+@pytest.mark.parametrize("updates", [60, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.timeout(600)
+def test_updates_during_generation_leak_nothing(engine, models, updates, private_tmp):
+    """Memory, descriptors, temporary files; every update is applied, and in the end every token is of the last version's weights."""
+    a, b = models[engine.policy_version], perturbed(models[engine.policy_version], seed=300)
+
+    def push(count):
+        for i in range(count):
+            new = b if i % 2 == 0 else a
+            models[engine.update_weights(new.state_dict())] = new
+            if engine.stats().pending >= 2:  # so that the gate never closes for long
+                engine.get(2, timeout=120).release()
+        until(lambda: engine.stats().pending >= 4, "they generate", 120)
+        return footprint(os.getpid()), {path.name for path in private_tmp.rglob("*") if path.is_file()}
+
+    first, files = push(10)
+    before = engine.policy_version
+    last, files_after = push(updates)
+    assert engine.policy_version == before + updates
+    assert first.keys() == last.keys() and not files_after - files
+    for pid, (descriptors, size) in last.items():
+        assert descriptors <= first[pid][0] + 2, psutil.Process(pid).cmdline()
+        assert size <= first[pid][1] + updates * 0.4 * 2**20, psutil.Process(pid).cmdline()  # the weights have 0.8 MB
+    engine.get(4, timeout=120).release()
+    with engine.get(4, timeout=120) as batch:
+        for group in batch:
+            check_group(group, models)
+
+
+def test_a_worker_whose_engine_stands_still_in_an_update_is_named_and_comes_back_with_the_last_good_weights(
+    engine, models
+):
+    """vllm#46611, slime#2279: phase, worker and pid in the error; the other one goes back, its refused tokens by their own weights."""
+    model = models[engine.policy_version]
+    good = engine.update_weights(model.state_dict())
+    models[good], worker = model, engine.stats().workers[0]
+    refused = models[good + 1] = perturbed(models[good], seed=400)
+    (scheduler,) = descendants(worker.pid, "sglang::scheduler")
+    scheduler.suspend()
+    says = rf"stays {good}, .*: worker 0 \(pid {worker.pid}\): RuntimeError: phase `begin` took more than WeightsConfig.begin_timeout_s=8"
+    with pytest.raises(mp.WeightUpdateFailed, match=says):
+        engine.update_weights(refused.state_dict())
+    assert engine.policy_version == good
+    until(lambda: engine.stats().workers[1].version == good, "worker 1 went back")
+    taken = 0
+    while (
+        engine.stats().workers[0].restarts == worker.restarts or engine.stats().workers[0].state != "ready" or taken < 6
+    ):
+        with engine.get(4, timeout=120) as batch:
+            taken += 1
+            for group in batch:
+                check_group(group, models)
+    assert [one.version for one in engine.stats().workers] == [good, good]
+    models[good + 2] = refused
+    assert engine.update_weights(refused.state_dict()) == good + 2
 
 
 def test_a_worker_killed_at_work_leaves_nothing_and_comes_back_with_the_current_weights(engine, models):

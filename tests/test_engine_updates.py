@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
 
@@ -48,8 +49,11 @@ def test_a_late_an_interrupted_and_two_simultaneous_updates():
         lags: list[int] = []
         assert engine.update_weights(WEIGHTS) == 1
         suspend_worker_1(restarts=0)
-        with pytest.raises(mp.WeightUpdateFailed, match=r"update 2: .* stays 1, .* within 0.3 s; worker 0 "):
-            engine.update_weights(WEIGHTS, timeout=0.3)
+        with pytest.raises(
+            mp.WeightUpdateFailed,
+            match=r"update 2: .* stays 1, .*: worker 1 \(pid \d+\): it has not begun: .* within 1 s; worker 0 ",
+        ):
+            engine.update_weights(WEIGHTS, timeout=1)
         until(taken_back, "worker 0 is back at version 1")
         suspend_worker_1(restarts=1)
         thread = threading.Thread(target=interrupt_update, args=(3,))
@@ -184,3 +188,101 @@ def test_a_restarted_worker_has_the_current_weights_before_it_claims():
         for taken in range(12):
             with engine.get(4, timeout=20) as batch:
                 assert taken < 4 or all((group.token_versions == 1).all() for group in batch)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("update_timeout_s", "phase `update` took more than WeightsConfig.update_timeout_s=0.3"),
+        ("timeout_s", "phase `update`: the update took more than WeightsConfig.timeout_s=0.3"),
+    ],
+)
+def test_a_worker_that_is_late_in_a_phase_is_named_and_started_again(setting: str, says: str):
+    """vllm#46611: the error names phase, setting, worker and pid; each attempt has a version of its own."""
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=12, update_s=30.0),
+        "weights": mp.WeightsConfig(**{setting: 0.3}),
+    }
+    with mp.RolloutEngine(config(**changes)) as engine:
+        for attempt in (1, 2):
+            worker = engine.stats().workers[0]
+            with pytest.raises(
+                mp.WeightUpdateFailed, match=rf"update {attempt}: .* stays 0, .*: {re.escape(says)}"
+            ) as caught:
+                engine.update_weights(WEIGHTS, timeout=20)
+            assert (caught.value.worker, caught.value.pid) == (0, worker.pid)
+            until(
+                lambda n=attempt: (engine.stats().workers[0].restarts, engine.stats().workers[0].state) == (n, "ready"),
+                "it is back",
+            )
+        assert sorted(drain(engine)) == list(range(40))
+
+
+def intervals(engine: mp.RolloutEngine) -> list[tuple[float, float, int]]:
+    """Beginning and end of each worker's last update, in order."""
+    return sorted((*worker.update_s, worker.worker) for worker in engine.stats().workers)
+
+
+def test_a_rolling_update_never_stops_all_workers_and_keeps_the_lag():
+    """One after another; meanwhile the others generate; the version moves when all have it."""
+    changes = {
+        "generator": mp.SimulatedConfig(mean_tokens=10, sigma=0.0, tokens_per_s=25, update_s=0.1),
+        "workers": mp.WorkerConfig(devices=["cpu"] * 3, max_running_samples=16),
+        "gate": mp.GateConfig(groups_per_update=12, max_lag=2),
+        "weights": mp.WeightsConfig(rolling=True),
+    }
+    with mp.RolloutEngine(config(rows=400, **changes)) as engine:
+        busy: list[tuple[int, int, int]] = []
+        lags: list[int] = []
+        rolled: list[list[tuple[float, float, int]]] = []
+
+        def take() -> None:
+            with engine.get(12, timeout=20) as batch:
+                busy.extend((group.worker, group.meta.started_ns, group.meta.generated_ns) for group in batch)
+                lags.extend(group.lag for group in batch)
+
+        for version in range(1, 7):
+            take()
+            assert engine.update_weights(WEIGHTS, timeout=20) == version == engine.policy_version
+            rolled.append(intervals(engine))
+            assert [worker.version for worker in engine.stats().workers] == [version] * 3
+        take()
+        take()
+        for update in rolled:
+            for (_, end, _), (begin, _, _) in itertools.pairwise(update):
+                assert end <= begin
+            for begin, end, worker in update:
+                assert end - begin >= 0.1
+                assert any(
+                    other != worker and started_ns < end * 1e9 and generated_ns > begin * 1e9
+                    for other, started_ns, generated_ns in busy
+                )
+        assert min(lags) >= 0 and 1 <= max(lags) <= 2
+
+
+def test_a_rolling_update_that_fails_spares_those_whose_turn_it_was_not():
+    changes = {
+        "workers": mp.WorkerConfig(devices=["cpu"] * 3, max_running_samples=16),
+        "weights": mp.WeightsConfig(rolling=True),
+    }
+    with mp.RolloutEngine(config(rows=100, **changes)) as engine:
+        assert engine.update_weights(WEIGHTS, timeout=20) == 1
+        began = {worker: begin for begin, _, worker in intervals(engine)}
+        late = engine.stats().workers[1].pid
+        os.kill(late, signal.SIGSTOP)
+        with pytest.raises(mp.WeightUpdateFailed, match=rf"worker 1 \(pid {late}\): it has not begun"):
+            engine.update_weights(WEIGHTS, timeout=1.5)
+        until(
+            lambda: [w.state for w in engine.stats().workers] == ["ready"] * 3 and engine.stats().workers[1].restarts,
+            "all are back",
+        )
+        until(lambda: [w.version for w in engine.stats().workers] == [1, 1, 1], "with the last good version")
+        assert {worker: begin for begin, _, worker in intervals(engine)}[2] == began[2]
+        assert engine.update_weights(WEIGHTS, timeout=20) == 3
+        assert [w.restarts for w in engine.stats().workers] == [0, 1, 0]
+        assert sorted(drain(engine)) == list(range(100))
+
+
+def test_rolling_is_refused_where_nothing_generates_beside_an_update():
+    with pytest.raises(mp.ConfigError, match=r"rolling needs GateConfig\.max_lag >= 1 or None"):
+        config(weights=mp.WeightsConfig(rolling=True), gate=mp.GateConfig(groups_per_update=4, max_lag=0))
