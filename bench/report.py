@@ -388,6 +388,20 @@ def updates(results: Results) -> str:
     return table(("transport", "size", "ms", "the first, ms", "that is", "vs new memory", "vs warm memory"), rows)
 
 
+def update_costs(results: Results) -> str:
+    rows = []
+    for row in results.find("update_cost"):
+        rows.extend(
+            (
+                mode,
+                *(f"{cost[key]:,.0f}" for key in ("lost", "recomputed", "discarded")),
+                f"{cost['pushing_s'] * 1e3:,.0f}",
+            )
+            for mode, cost in row["modes"].items()
+        )
+    return table(("an update", "tokens not generated", "recomputed", "discarded", "update_weights, ms"), rows)
+
+
 def report(results: Results) -> str:
     machine = results.run["machine_info"]
     compared = [row for row in results.rows if "rounds" in row]
@@ -416,6 +430,8 @@ def report(results: Results) -> str:
         "\nThe ring's calls alone, in one process\n", calls(results),
         "\nThe whole engine, simulated generator\n", engine(results),
         "\nWeight updates, one simulated worker: ratio = times a memcpy of the same bytes\n", updates(results),
+        *(f"\nA weight update, SGLang on the tiny model: {row['running']} samples running, {number(row['tokens_per_s'])} tokens/s\n"
+          for row in results.find("update_cost")), update_costs(results),
         "\nIdle engine, share of a core\n",
         table(("state", "trainer", "worker"), [
             (row["state"], *(f"{row['share'][who]:.2%}" for who in ("trainer", "worker")))
