@@ -2,8 +2,8 @@
 
     RolloutEngine.state_dict <- save --> JSON --> restore --> Restored -> RolloutEngine.load_state_dict, attach
 
-Invariant: a state is pure and exact at any moment: it is read under the engine's lock, under which a ticket is marked taken in the
-same step that delivers it. Groups taken are done, all others come again.
+Invariant: a state is pure and exact at any moment: it is read under the engine's lock, when what was taken is counted (`Taker.count`).
+Groups taken are done, all others come again.
 """
 
 from __future__ import annotations

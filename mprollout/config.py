@@ -455,8 +455,8 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
     mask_off_policy: bool = False
     """The tokens that such a sample had before the abort are not trained on."""
     rolling: bool = False
-    """One worker after another, so that generation never stops everywhere; an update takes as many times longer. With `max_lag=0` nothing is
-    generated beside an update, and it is refused."""
+    """One worker after another, so that generation never stops everywhere; an update takes as many times longer. Refused with `max_lag=0`, since nothing
+    is generated beside an update then, and with the transports `ipc` and `distributed`, by which all workers receive at once."""
     timeout_s: float = 120.0
     """Deadline of one update on one worker. Of its phases, too: """
     pause_timeout_s: float = 60.0
@@ -489,6 +489,10 @@ class WeightsConfig(_Config, frozen=True, kw_only=True):
             )
         if self.mask_off_policy and not self.partial_rollout:
             raise ConfigError("WeightsConfig.mask_off_policy needs partial_rollout=True; got False")
+        if self.rolling and self.transport in ("ipc", "distributed"):
+            raise ConfigError(
+                f'WeightsConfig.rolling needs transport="shm" or "disk": with {self.transport!r} all workers receive at once'
+            )
         self._require(
             "dtype", self.dtype in (None, "float32", "float16", "bfloat16"), "float32, float16, bfloat16 or None"
         )

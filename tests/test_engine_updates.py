@@ -286,3 +286,5 @@ def test_a_rolling_update_that_fails_spares_those_whose_turn_it_was_not():
 def test_rolling_is_refused_where_nothing_generates_beside_an_update():
     with pytest.raises(mp.ConfigError, match=r"rolling needs GateConfig\.max_lag >= 1 or None"):
         config(weights=mp.WeightsConfig(rolling=True), gate=mp.GateConfig(groups_per_update=4, max_lag=0))
+    with pytest.raises(mp.ConfigError, match='rolling needs transport="shm" or "disk": with \'ipc\' all'):
+        mp.WeightsConfig(rolling=True, transport="ipc")
