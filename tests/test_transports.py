@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from engines import TWO_WORKERS, config, drain, until
 
 import mprollout as mp
 from mprollout.loading import Order, orders
-from mprollout.route import Route
+from mprollout.route import Route, SharedBuffer
 from mprollout.staging import stage
 from mprollout.transports import Group
 from mprollout.weights import Bucket, StagedWeights
@@ -183,3 +185,31 @@ def test_gpus_become_ranks_in_the_order_of_the_devices() -> None:
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(mp.ConfigError, match=complaint):
         config(**changes)
+
+
+MAPS = """
+import pickle, sys, torch
+rebuild, args = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+flat = rebuild(*args)
+for _ in sys.stdin:
+    print(int(flat.to(torch.int64).sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_bucket_is_the_same_memory_in_two_processes(device: str) -> None:
+    """What `ipc` sends by: on a GPU a CUDA IPC handle (not yet run on one), on a CPU a memory file."""
+    buffer = SharedBuffer(1 << 20, torch.device(device))
+    with subprocess.Popen([sys.executable, "-P", "-c", MAPS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        engine.stdin.write(buffer.name().hex().encode() + b"\n")
+        for value in (1, 7):
+            buffer.flat.fill_(value)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            engine.stdin.write(b"\n")
+            engine.stdin.flush()
+            assert int(engine.stdout.readline()) == value << 20
+        engine.stdin.close()
+    assert engine.returncode == 0
+    buffer.close()
