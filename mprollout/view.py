@@ -140,13 +140,15 @@ def run_view(args: ViewArgs) -> int:
         raise ConfigError(f"{recording}: none of its {groups:,} groups is of ticket {args.ticket}")
     if not args.json:
         console.rule(style="dim")
-        of = f"{about.get('model') or 'the simulated generator'} at temperature {about.get('temperature')}"
+        of = about.get("model") or "the simulated generator"
         _say(console, f"{shown:,} samples of {recording}: {groups:,} groups of {of}", "bold")
     return 0
 
 
 def _show(console: Console, told: dict[str, Any], max_chars: int) -> None:
-    spans = " ".join(f"v{version}:{start}-{end}" for version, start, end in told["versions"])
+    spans = " ".join(
+        f"v{version}:{start}-{end}{' (old KV)' if old_kv else ''}" for version, start, end, old_kv in told["versions"]
+    )
     head = f"ticket {told['ticket']}, sample {told['sample']}: reward {told['reward']:g}"
     rest = (
         f"{told['tokens']} tokens ({told['finish_reason']}), {spans or 'no versions'}, lag {told['lag']}"

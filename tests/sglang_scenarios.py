@@ -144,8 +144,8 @@ def told_after(generator: SGLangGenerator, tokens: int) -> Iterator[asyncio.Even
         generator._manager.generate_request,
     )
 
-    def streamed(asked: GenerateRequest) -> Any:
-        made = engine_request(asked)
+    def streamed(asked: GenerateRequest, adapter: str | None) -> Any:
+        made = engine_request(asked, adapter)
         made.stream = True
         return made
 

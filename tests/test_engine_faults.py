@@ -158,7 +158,7 @@ async def run_group(reward: mp.RewardConfig, rollout: Any, on_sample_failure: st
     told: list[BaseException] = []
     try:
         made = await sampler.run_group(
-            Prompt(ticket=0, row=0, epoch=0, prompt="?"), [1, 2], Attempt("0.0", 7), tell=told.append
+            Prompt(ticket=0, row=0, epoch=0, prompt="?"), [1, 2], settings.sampling, Attempt("0.0", 7), tell=told.append
         )
         assert sampler.places.held == 0
         return [one.reward for one in made], [f"{error} {error.__notes__}" for error in told]
