@@ -54,6 +54,15 @@ def models(tiny_model):
     return {0: AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").eval()}
 
 
+def until_busy(engine) -> int:
+    """Take groups until eight samples run, since behind a full gate all come to their ends; how many were taken."""
+    taken = 0
+    while engine.stats().running_samples < 8:
+        engine.get(1, timeout=120).release()
+        taken += 1
+    return taken
+
+
 def perturbed(model, seed):
     import copy
 
@@ -108,7 +117,7 @@ def test_both_workers_generate_and_draw_different_samples(engine):
 
 def test_a_long_request_spans_two_versions_instead_of_being_drained(engine, models):
     """vllm#54443: new weights reach running requests; each token's logprob matches the version it is stamped with."""
-    until(lambda: engine.stats().running_samples >= 8, "requests are running")
+    until_busy(engine)
     version = engine.policy_version + 1
     models[version] = perturbed(models[engine.policy_version], seed=version)
     finished = engine.stats().taken
@@ -143,7 +152,7 @@ def test_verify_finds_every_logprob_right_and_the_one_that_was_changed(engine, m
     version = engine.policy_version + 1
     models[version] = perturbed(models[engine.policy_version], seed=version)
     keep(version)
-    until(lambda: engine.stats().running_samples >= 8, "requests are running")
+    until_busy(engine)
     engine.update_weights(models[version].state_dict())
     for _ in range(6):
         with engine.get(4, timeout=120) as batch:
@@ -203,8 +212,7 @@ def test_an_update_that_fails_changes_nothing_and_its_number_is_gone(engine, mod
                 raise ConnectionError("the trainer's shard is gone")
             yield pair
 
-    while engine.stats().running_samples < 8:
-        engine.get(1, timeout=120).release()
+    until_busy(engine)
     with pytest.raises(ConnectionError):
         engine.update_weights(stream())
     with pytest.raises(mp.WeightUpdateFailed, match=r"model\.norm\.weight is missing"):
@@ -251,9 +259,7 @@ def test_an_evaluation_keeps_its_version_on_its_share_while_training_is_updated(
 def test_workers_sleep_are_updated_and_wake_and_their_samples_go_on(engine, models):
     """Retracted, not lost: what ran before the sleep goes on with the weights that came during it, each token's logprob its version's."""
     taken, retried = engine.stats().taken, engine.stats().retried
-    while engine.stats().running_samples < 8:
-        engine.get(1, timeout=120).release()
-        taken += 1
+    taken += until_busy(engine)
     engine.sleep(timeout=30)
     assert [worker.state for worker in engine.stats().workers] == ["asleep", "asleep"]
     version = engine.policy_version + 1
