@@ -13,7 +13,7 @@ STAMPS := $(VENV)/.stamps
 PIP := $(PY) -m pip --disable-pip-version-check install $(if $(CI),-qq --progress-bar off)
 # Tests run side by side; those that start SGLang stay together on one of the processes. The fast ones wait for processes
 # half of their time, so one more of them runs than there are CPUs.
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 8
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --durations 20
 # More arguments for the command behind a target: make test ARGS="-k ring -x"
 ARGS ?=
 

@@ -314,6 +314,7 @@ def test_updates_during_generation_leak_nothing(engine, models, updates, private
             check_group(group, models)
 
 
+@pytest.mark.long
 def test_a_worker_whose_engine_stands_still_in_an_update_is_named_and_comes_back_with_the_last_good_weights(
     engine, models
 ):

@@ -569,6 +569,7 @@ ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS}
 
 
 @slow
+@pytest.mark.long
 def test_tensor_parallel_ranks_each_take_their_slices(tiny_model: Path, tmp_path: Path) -> None:
     """Two ranks on the CPU: one payload a rank, from the staged copy and over a route in which each is a rank of its own."""
     with serving(tiny_model, engine_args={"tp_size": 2}) as server:
