@@ -342,6 +342,10 @@ class RolloutWorker:
         async with self._update_lock:
             words[WorkerWord.UPDATE_BEGAN_NS] = time.monotonic_ns()
             try:
+                # Here first: the native part imports pieces of it on this thread when it first publishes, and two first imports at once break
+                # each other.
+                import numpy  # noqa: F401
+
                 staged = await asyncio.to_thread(StagedWeights.open, fd)  # its checksum reads every byte
                 try:
                     # Not before the file is read: what begins meanwhile is aborted, too.
